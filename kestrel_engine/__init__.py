@@ -56,13 +56,14 @@ from .fair_shares import FairShares, Member
 from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
 from .preprocess.decoding.images import OnBackground
 from .preprocess.features import ImageFeatures
-from .preprocess.looks import InCrops, InRegion, Tiled, Tiles
+from .preprocess.looks import InCrops, InRegion, Mirrored, Tiled, Tiles
 from .preprocess.measuring import MeasuredImage
 from .processes import end_with_parent
 from .requests.merging import best_boxes
 from .requests.request import Request
 from .runtime.profile import Profile
 from .skills.base import SkillSpec
+from .skills.gaze import NUM_LOOKS, eyes_in, mean_gaze
 from .skills.registry import SkillRegistry
 from .small_files import read_small_file
 from .types.events import (
@@ -80,6 +81,7 @@ from .types.stream import EngineStream
 
 __all__ = [
     "IMAGE_FORMATS",
+    "NUM_LOOKS",
     "AdapterNotFound",
     "AdapterRefused",
     "AdapterSources",
@@ -119,6 +121,7 @@ __all__ = [
     "LoadTimes",
     "MeasuredImage",
     "Member",
+    "Mirrored",
     "ModelLoadError",
     "ModelNotFoundError",
     "ObjectAbsence",
@@ -159,7 +162,9 @@ __all__ = [
     "default_of",
     "end_with_parent",
     "errors",
+    "eyes_in",
     "maintenance",
+    "mean_gaze",
     "path_text",
     "processes",
     "read_small_file",

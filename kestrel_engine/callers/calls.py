@@ -1,4 +1,4 @@
-"""SkillCalls: the five skills and embeddings as typed methods. Owns no state; InferenceEngine supplies ``_call``."""
+"""SkillCalls: the six skills and embeddings as typed methods. Owns no state; InferenceEngine supplies ``_call``."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class _StreamedAbout(_Streamed, total=False):
 
 
 class SkillCalls:
-    """query, caption, point, detect, segment and embed.
+    """query, caption, point, detect, segment, gaze and embed.
 
-    Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array, or an InRegion or
-    InCrops of one; for query, also a list of these; for point and detect, also a Tiled image. ``settings``: the fields
-    of SamplingParams and max_tokens; stop, logprobs, top_logprobs, constraint, repetition_penalty, presence_penalty,
-    frequency_penalty and logit_bias for query and caption; max_reasoning_tokens and max_absence for query; max_objects
-    for point and detect; min_score for point, detect and segment; max_overlap for detect; absent or None means the
-    default. ``stream``: False, the default, returns the EngineResult, True an EngineStream once the request is queued.
-    ``request_id``: the caller's name for the request, at most 128 printable characters.
+    Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array, or an InRegion,
+    InCrops or Mirrored of one; for query, also a list of these; for point and detect, also a Tiled image. ``settings``:
+    fields of SamplingParams and max_tokens; stop, logprobs, top_logprobs, constraint, repetition_penalty,
+    presence_penalty, frequency_penalty and logit_bias for query and caption; max_reasoning_tokens and max_absence for
+    query; max_objects for point and detect; min_score for point, detect and segment; max_overlap for detect; absent or
+    None means the default. ``stream``: False, the default, returns the EngineResult, True an EngineStream once the
+    request is queued. ``request_id``: the caller's name for the request, at most 128 printable characters.
 
     All raise RequestError (naming the field), EngineOverloaded and EngineClosed; results also RuntimeFailure.
     """
@@ -171,6 +171,24 @@ class SkillCalls:
         """
         arguments = {"object": object, "spatial_refs": spatial_refs}
         return await self._call("segment", image, arguments, **options)
+
+    @overload
+    async def gaze(
+        self, image: Any, eye: Sequence[float], **options: Unpack[_Whole]
+    ) -> EngineResult: ...
+
+    @overload
+    async def gaze(
+        self, image: Any, eye: Sequence[float], **options: Unpack[_Streamed]
+    ) -> EngineStream: ...
+
+    async def gaze(
+        self, image: Any, eye: Sequence[float], **options: Any
+    ) -> EngineResult | EngineStream:
+        """Finds what a person looks at. ``eye``: the place [x, y] of an eye or a face. Output: {"gaze": {"x", "y",
+        "score"}}, normalised, or {"gaze": None} if it is outside the image: result.absence is the probability of that.
+        """
+        return await self._call("gaze", image, {"eye": eye}, **options)
 
     async def embed(
         self,

@@ -45,7 +45,7 @@ class KnownAnswer:
     """
 
     skill: str
-    arguments: Mapping[str, str]
+    arguments: Mapping[str, Any]
     picture: Picture | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     output: Mapping[str, Any] = field(default_factory=dict)
@@ -107,6 +107,10 @@ _SIGN = Picture("the stop sign among vLLM's test assets (stop_sign.jpg)")
 _BOTTLES = Picture(
     "orchard-py's test asset bottles.jpg",
     sha256="0745408a16863a72ae36d6545349fd3c04a5fdd24e0b6f677f847472c7218223",
+)
+_DEMO = Picture(
+    "Moondream's demo-1.jpg, which is orchard-py's test asset moondream.jpg",
+    sha256="52bdf639be45fe501c1bb31dd13df7d4726de32bb676aa4fc84771a4b8242a21",
 )
 _APPLE = Picture(
     "orchard-py's test asset apple.jpg",
@@ -192,6 +196,12 @@ RELEASES: dict[str, Release] = {
                 },
             ),
             KnownAnswer(
+                "gaze",
+                {"eye": (555 / 1024, 555 / 1024)},
+                _DEMO,
+                output={"gaze": {"x": 582 / 1024, "y": 358 / 1024}},
+            ),
+            KnownAnswer(
                 "query",
                 {"question": "How many bottles are shown?"},
                 _BOTTLES,
@@ -208,8 +218,9 @@ RELEASES: dict[str, Release] = {
         },
     ),
 }
-"""By model name. The stop sign's answers are those of Moondream 3's own code (revision 1dae073c), the sums and bottles
-those of orchard-py's tests, the drawing's those of one user of Moondream 2, whose picture was not quite the same."""
+"""By model name. The stop sign's answers are those of Moondream 3's own code (revision 1dae073c), the sums, gaze and
+bottles those of orchard-py's tests, the drawing's those of one user of Moondream 2, whose picture was not quite the
+same."""
 
 
 def release_of(model: str) -> tuple[str, Release | None]:

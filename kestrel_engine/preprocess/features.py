@@ -20,7 +20,7 @@ from ..types.requests import PreparedImage
 from .crops import KEY_LENGTH
 from .decoding.costs import PIXELS, check_size
 from .decoding.images import OnBackground
-from .looks import MAX_CROPS, REGION, InCrops, InRegion, Tiled
+from .looks import MAX_CROPS, REGION, InCrops, InRegion, Mirrored, Tiled
 from .prepared_cache import in_namespace
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _NEEDS_PIXELS: dict[type, FieldPath] = {
     InRegion: REGION,
     InCrops: MAX_CROPS,
     OnBackground: ("image", "background"),
+    Mirrored: ("accurate",),
 }
 
 

@@ -183,5 +183,5 @@ def _in_region(checked: SkillRequest, images: Sequence[PreparedImage]) -> SkillR
     if region is None:
         return checked
     return dataclasses.replace(
-        checked, prompt_suffix=prompt_in_region(checked.prompt_suffix, region)
+        checked, prompt_suffix=prompt_in_region(checked.prompt_suffix, region, checked.place_path)
     )

@@ -7,10 +7,10 @@ of 2 or 4 numbers. A list is none.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import InvalidRequest
+from ..errors import FieldPath, InvalidRequest
 from ..types.events import StreamUpdate
 from ..types.requests import Coord, ImagePlace, ImageRegion, Size, Token
 
@@ -53,11 +53,14 @@ def update_in_image(update: StreamUpdate, region: ImageRegion) -> StreamUpdate:
 
 
 def prompt_in_region(
-    tokens: Sequence[Token | ImagePlace], region: ImageRegion
+    tokens: Sequence[Token | ImagePlace],
+    region: ImageRegion,
+    path_of: Callable[[int], FieldPath],
 ) -> tuple[Token | ImagePlace, ...]:
     """Returns a prompt whose spatial references, which have coordinates of the whole image, are in those of the region.
 
-    A box is clipped to the region. Raises InvalidRequest for a reference outside the region.
+    A box is clipped to the region. Raises InvalidRequest for a reference outside the region. ``path_of``: of the
+    reference with a number, counted from 0.
     """
     found: list[Token | ImagePlace] = []
     number, index = 0, 0
@@ -70,30 +73,31 @@ def prompt_in_region(
         y, size = tokens[index + 1], tokens[index + 2] if index + 2 < len(tokens) else None
         assert isinstance(y, Coord), "spatial_tokens makes pairs"
         if isinstance(size, Size):
-            found += _box_tokens(token.value, y.value, size, region, number)
+            found += _box_tokens(token.value, y.value, size, region, path_of(number))
         else:
             point = region.x_to_region(token.value), region.y_to_region(y.value)
             if not all(0 <= value <= 1 for value in point):
-                raise _outside(number)
+                raise _outside(path_of(number))
             found += [Coord(value) for value in point]
         index += 3 if isinstance(size, Size) else 2
         number += 1
     return tuple(found)
 
 
-def _box_tokens(x: float, y: float, size: Size, region: ImageRegion, number: int) -> list[Token]:
+def _box_tokens(
+    x: float, y: float, size: Size, region: ImageRegion, path: FieldPath
+) -> list[Token]:
     width, height = size.width / 2, size.height / 2
     x0, x1 = _clip(region.x_to_region(x - width)), _clip(region.x_to_region(x + width))
     y0, y1 = _clip(region.y_to_region(y - height)), _clip(region.y_to_region(y + height))
     if (x0 == x1 and width > 0) or (y0 == y1 and height > 0):
-        raise _outside(number)
+        raise _outside(path)
     return [Coord((x0 + x1) / 2), Coord((y0 + y1) / 2), Size(x1 - x0, y1 - y0)]
 
 
-def _outside(number: int) -> InvalidRequest:
+def _outside(path: FieldPath) -> InvalidRequest:
     return InvalidRequest(
-        ("spatial_refs", number),
-        "is outside image.region; references have coordinates of the whole image",
+        path, "is outside image.region; references have coordinates of the whole image"
     )
 
 

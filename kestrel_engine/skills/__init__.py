@@ -1,4 +1,4 @@
-"""The five skills, and all that a further one is made of (docs/develop/skills.md)."""
+"""The six skills, and all that a further one is made of (docs/develop/skills.md)."""
 
 from ..errors import InvalidRequest
 from ..types.events import FinishReason, StreamUpdate, TokenLogprob
@@ -22,6 +22,7 @@ from .declaration import (
     settings_schema,
 )
 from .finding import DetectSkill, PointSkill
+from .gaze import GazeSkill
 from .objects.locate import LocateControl, LocateOutput
 from .objects.request import Merging, ObjectsRequest
 from .presupposed import Presupposed
@@ -43,6 +44,7 @@ __all__ = [
     "Coord",
     "DetectSkill",
     "FinishReason",
+    "GazeSkill",
     "InvalidRequest",
     "LocateControl",
     "LocateOutput",

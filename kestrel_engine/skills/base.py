@@ -150,6 +150,10 @@ class SkillRequest:
         """The caller's limits: the field, the tokens that it needs, and how an error shows them."""
         return (("max_tokens", self.max_tokens or 0, f"{self.max_tokens}"),)
 
+    def place_path(self, number: int) -> FieldPath:
+        """The argument that has a place of the prompt, which are numbered from 0."""
+        return ("spatial_refs", number)
+
     async def before_images(self, engine: EngineServices) -> SkillRequest:
         """The request with what it needs beside images. Comes before the images are prepared."""
         return self

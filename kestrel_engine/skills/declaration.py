@@ -64,6 +64,8 @@ _SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
 _COUNT: Schema = {"type": "integer", "minimum": 1}
 _PENALTY: Schema = {"type": "number", "minimum": -2, "maximum": 2}
 
+POINT: Schema = {"type": "array", "items": _SHARE, "minItems": 2, "maxItems": 2}
+"""[x, y]."""
 SPATIAL_REFS: Schema = {
     "type": "array",
     "items": {

@@ -13,6 +13,7 @@ from .caption import CaptionSkill
 from .declaration import describe
 from .embed import EMBED, EmbedSkill
 from .finding import DetectSkill, PointSkill
+from .gaze import GazeSkill
 from .query import QuerySkill
 from .segment import SegmentSkill
 
@@ -37,8 +38,9 @@ class SkillRegistry:
 
     @classmethod
     def default(cls) -> SkillRegistry:
-        """query, caption, point, detect and segment."""
-        return cls([QuerySkill(), CaptionSkill(), PointSkill(), DetectSkill(), SegmentSkill()])
+        """query, caption, point, detect, segment and gaze."""
+        finding = (PointSkill(), DetectSkill(), SegmentSkill(), GazeSkill())
+        return cls([QuerySkill(), CaptionSkill(), *finding])
 
     def get(self, name: str) -> SkillSpec[Any]:
         """The skill called ``name``, also one of the engine's own. Raises SkillUnavailable, which names the registered

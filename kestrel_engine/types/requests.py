@@ -320,16 +320,24 @@ def check_spatial_refs(refs: object, field: str = "spatial_refs") -> tuple[Spati
         raise InvalidRequest(field, "must be a list of [x, y] or [x_min, y_min, x_max, y_max]")
     checked: list[SpatialRef] = []
     for i, ref in enumerate(refs):
-        where, ref = (field, i), _plain(ref)
-        if not isinstance(ref, (list, tuple)) or len(ref) not in (2, 4):
-            raise InvalidRequest(where, "must have 2 numbers (point) or 4 (box)")
-        for value in ref:
-            if not is_number(value) or not 0 <= value <= 1:
-                raise InvalidRequest(where, f"{value!r} is not a number in [0, 1]")
-        if len(ref) == 4 and (ref[0] > ref[2] or ref[1] > ref[3]):
-            raise InvalidRequest(where, "needs x_min <= x_max and y_min <= y_max")
-        checked.append(tuple(float(v) for v in ref))  # type: ignore[arg-type]
+        checked.append(check_place((field, i), ref))
     return tuple(checked)
+
+
+def check_place(
+    field: str | FieldPath, place: object, *, lengths: Sequence[int] = (2, 4)
+) -> SpatialRef:
+    """Returns a point, a box, or either, as ``lengths`` says: how many numbers it may have. Raises InvalidRequest."""
+    place = _plain(place)
+    if not isinstance(place, (list, tuple)) or len(place) not in lengths:
+        told = " or ".join({2: "2 numbers (point)", 4: "4 (box)"}[length] for length in lengths)
+        raise InvalidRequest(field, f"must have {told}")
+    for value in place:
+        if not is_number(value) or not 0 <= value <= 1:
+            raise InvalidRequest(field, f"{value!r} is not a number in [0, 1]")
+    if len(place) == 4 and (place[0] > place[2] or place[1] > place[3]):
+        raise InvalidRequest(field, "needs x_min <= x_max and y_min <= y_max")
+    return tuple(float(v) for v in place)  # type: ignore[return-value]
 
 
 def _plain(value: Any) -> Any:

@@ -22,6 +22,7 @@ from kestrel_engine import (
     InCrops,
     InRegion,
     InvalidRequest,
+    Mirrored,
     OnBackground,
     checked_adapter_name,
 )
@@ -71,14 +72,29 @@ class RequestImage:
     """The store's entry for ``image_id``, once it is found; ``source`` is the entry's then."""
 
     @property
-    def given(self) -> bytes | np.ndarray | ImageFeatures | OnBackground | InCrops | InRegion:
+    def given(self) -> Any:
         """The image in the form that the engine takes."""
-        image: Any = self.source
-        if self.background is not None:
-            image = OnBackground(image, self.background)
+        return self._seen(self._whole, self.region)
+
+    @property
+    def mirrored(self) -> Any:
+        """As ``given``, with left and right exchanged."""
+        region = self.region
+        if region is not None:
+            x_min, y_min, x_max, y_max = region
+            region = (1 - x_max, y_min, 1 - x_min, y_max)
+        return self._seen(Mirrored(self._whole), region)
+
+    @property
+    def _whole(self) -> bytes | np.ndarray | ImageFeatures | OnBackground:
+        return (
+            self.source if self.background is None else OnBackground(self.source, self.background)
+        )
+
+    def _seen(self, image: Any, region: tuple[float, float, float, float] | None) -> Any:
         if self.max_crops:
             image = InCrops(image, self.max_crops)
-        return image if self.region is None else InRegion(image, self.region)
+        return image if region is None else InRegion(image, region)
 
 
 def images_of(request: Any) -> list[RequestImage]:

@@ -16,7 +16,7 @@ MAX_NAME = 128
 
 
 def skill_registry(names: Sequence[str], source: str = "--skill") -> SkillRegistry:
-    """The five skills and the skills of ``names``.
+    """The six skills and the skills of ``names``.
 
     Python's import path and the current folder are searched for modules. ``source`` is the flag, variable or key that
     gave ``names``. Raises SettingsError, which names the invalid skill and ``source``.

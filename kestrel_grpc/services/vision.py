@@ -1,4 +1,4 @@
-"""VisionService: the five skills, RunSkill, Analyze and Embed, each as a unary call and as a stream, StreamFrames and
+"""VisionService: the six skills, RunSkill, Analyze and Embed, each as a unary call and as a stream, StreamFrames and
 CountTokens.
 
 A unary call runs the same requests as a stream, without reading their updates.
@@ -21,6 +21,7 @@ from .answers.frames import answer_frame
 from .answers.kinds import (
     CAPTION,
     DETECT,
+    GAZE,
     POINT,
     QUERY,
     SEGMENT,
@@ -59,6 +60,9 @@ class VisionService(VisionServiceServicer):
     async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
         return await self._answer(request, SEGMENT)
 
+    async def Gaze(self, request: pb.GazeRequest, context: Context) -> pb.GazeResponse:
+        return await self._answer(request, GAZE)
+
     async def RunSkill(self, request: pb.RunSkillRequest, context: Context) -> pb.RunSkillResponse:
         return await self._answer(request, SKILL)
 
@@ -92,6 +96,11 @@ class VisionService(VisionServiceServicer):
         self, request: pb.SegmentRequest, context: Context
     ) -> None:
         await self._stream(request, SEGMENT, Sender(context, pb.StreamSegmentResponse))
+
+    async def StreamGaze(  # type: ignore[override]
+        self, request: pb.GazeRequest, context: Context
+    ) -> None:
+        await self._stream(request, GAZE, Sender(context, pb.StreamGazeResponse))
 
     async def StreamRunSkill(  # type: ignore[override]
         self, request: pb.RunSkillRequest, context: Context

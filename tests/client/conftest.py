@@ -117,6 +117,24 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
         ]
         return pb.SegmentResponse(detections=found, **self._found(request, task))
 
+    def Gaze(self, request: Any, context: Any) -> pb.GazeResponse:
+        task, stop = request.gaze, common_pb2.FINISH_REASON_STOP
+        self._receive(request, "", context)
+        eyes = [pb.Gaze(eye=eye, finish_reason=stop, absence=0.75) for eye in task.eyes]
+        faces = [*task.faces] or [_box(*edges) for edges in BOXES]
+        found = [
+            pb.Gaze(
+                eye=common_pb2.Point(x=0.5, y=0.5), face=face, target=common_pb2.Point(x=0.25, y=1),
+                score=0.75, absence=0.125, finish_reason=stop,
+            )
+            for face in faces
+        ]  # fmt: skip
+        search = pb.ObjectSearch(object="face", finish_reason=stop, absence=0.25)
+        is_search = not task.eyes and not task.faces
+        return pb.GazeResponse(
+            gazes=eyes or found, search=search if is_search else None, **self._common(request)
+        )
+
     # The streams: the result comes from the unary method, the events from the result.
 
     def StreamQuery(self, request: Any, context: Any) -> Iterator[Any]:
@@ -156,6 +174,15 @@ class Peer(vision_service_pb2_grpc.VisionServiceServicer):
         ends = [{"search": each} for each in final.searches]
         events = [{"detection": first}, *pieces, *ends]
         yield from self._stream(pb.StreamSegmentResponse, final, events, request)
+
+    def StreamGaze(self, request: Any, context: Any) -> Iterator[Any]:
+        final = self.Gaze(request, context)
+        events: list[dict[str, Any]] = []
+        if final.HasField("search"):
+            faces = [pb.Detection(label="face", score=0.75, box=each.face) for each in final.gazes]
+            events = [*({"detection": each} for each in faces), {"search": final.search}]
+        events += [{"gaze": each} for each in final.gazes]
+        yield from self._stream(pb.StreamGazeResponse, final, events, request)
 
     # Several at once, and any by name: put together from the methods above.
 

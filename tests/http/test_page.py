@@ -101,6 +101,8 @@ def test_every_skill_in_a_browser(endpoint: str, scheme: str, width: int, tmp_pa
         run("segment", "pink star", "#legend li")
         assert page.locator("#marks path").get_attribute("d")
         assert re.fullmatch(r"pink star [01]\.\d\d", page.inner_text("#labels"))
+        run("gaze", "", "#legend li")
+        assert re.fullmatch(r"face: 0 \(absent with .*\)", page.inner_text("#legend"))
         page.click("[data-skill=detect]")
         page.fill("#text", "pink star, square")
         page.click("#code summary")

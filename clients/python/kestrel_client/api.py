@@ -85,6 +85,8 @@ from .values.results.base import FinishReason as FinishReason
 from .values.results.base import Result as Result
 from .values.results.base import Timings as Timings
 from .values.results.base import Usage as Usage
+from .values.results.gazes import Gaze as Gaze
+from .values.results.gazes import GazeResult as GazeResult
 from .values.results.named_skill import SkillResult as SkillResult
 from .values.results.objects import DetectResult as DetectResult
 from .values.results.objects import PointResult as PointResult
@@ -102,6 +104,7 @@ from .values.results.text import TokenLogprob as TokenLogprob
 from .values.tasks import AnalyzeResult as AnalyzeResult
 from .values.tasks import CaptionTask as CaptionTask
 from .values.tasks import DetectTask as DetectTask
+from .values.tasks import GazeTask as GazeTask
 from .values.tasks import ObjectNames as ObjectNames
 from .values.tasks import Outcome as Outcome
 from .values.tasks import PointTask as PointTask

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from .errors import InvalidRequestError
@@ -108,6 +108,12 @@ SpatialRef: TypeAlias = Point | Box | Sequence[float]
 """A point or a box, or its 2 or 4 numbers in order."""
 
 
+PointInput: TypeAlias = Point | Sequence[float]
+"""A point, or x and y."""
+BoxInput: TypeAlias = Box | Sequence[float]
+"""A box, or x_min, y_min, x_max and y_max."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """How ``point`` and ``detect`` cut an image into overlapping tiles: 2 to 16 of them.
@@ -162,12 +168,39 @@ def to_region(region: Box | Sequence[float]) -> common_pb2.Box:
         ) from error
 
 
+def to_points(name: str, points: PointInput | Sequence[PointInput]) -> list[common_pb2.Point]:
+    """One point or several. Raises InvalidRequestError for other values. The server checks the ranges."""
+    return [ref.point for ref in _only(name, points, "point")]
+
+
+def to_boxes(name: str, boxes: BoxInput | Sequence[BoxInput]) -> list[common_pb2.Box]:
+    """As ``to_points``."""
+    return [ref.box for ref in _only(name, boxes, "box")]
+
+
+def _only(name: str, given: Any, kind: str) -> list[common_pb2.SpatialRef]:
+    try:
+        is_one = isinstance(given, (Point, Box)) or isinstance(given[0], (int, float))
+    except (TypeError, LookupError):
+        is_one = False
+    try:
+        refs = [_spatial_ref(i, ref, name) for i, ref in enumerate([given] if is_one else given)]
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"{name}: {given!r} is not a {kind}, nor a list of them"
+        ) from error
+    for index, ref in enumerate(refs):
+        if not ref.HasField(kind):  # type: ignore[arg-type]
+            raise InvalidRequestError(f"{name}[{index}]: is not a {kind}")
+    return refs
+
+
 def to_spatial_refs(refs: Iterable[SpatialRef]) -> list[common_pb2.SpatialRef]:
     """Raises InvalidRequestError for a value that is neither a point nor a box. The server checks the ranges."""
     return [_spatial_ref(i, ref) for i, ref in enumerate(refs)]
 
 
-def _spatial_ref(index: int, ref: SpatialRef) -> common_pb2.SpatialRef:
+def _spatial_ref(index: int, ref: SpatialRef, name: str = "spatial_refs") -> common_pb2.SpatialRef:
     if isinstance(ref, Point):
         ref = (ref.x, ref.y)
     try:
@@ -176,9 +209,9 @@ def _spatial_ref(index: int, ref: SpatialRef) -> common_pb2.SpatialRef:
         if len(ref) == 2:
             return common_pb2.SpatialRef(point=common_pb2.Point(x=ref[0], y=ref[1]))
     except (TypeError, InvalidRequestError) as error:
-        raise InvalidRequestError(f"spatial_refs[{index}]: {error.__cause__ or error}") from error
+        raise InvalidRequestError(f"{name}[{index}]: {error.__cause__ or error}") from error
     raise InvalidRequestError(
-        f"spatial_refs[{index}]: has {len(ref)} numbers, needs 2 (point) or 4 (box)"
+        f"{name}[{index}]: has {len(ref)} numbers, needs 2 (point) or 4 (box)"
     )
 
 

@@ -44,6 +44,7 @@ _SKILL_FIELDS = {
     "point": {"object", "objects", "spatial_refs"},
     "detect": {"object", "objects"},
     "segment": {"object", "spatial_refs", "refine"},
+    "gaze": {"eye", "face", "accurate", "max_faces"},
 }
 _OBJECT_SETTINGS = {"max_objects", "min_score", "max_absence", "max_overlap", "tiles"}
 _IMAGE_SETTINGS = {"region", "max_crops"}
@@ -56,6 +57,10 @@ MOONDREAM_SETTINGS = KnownFields(
 )
 MOONDREAM_TILES = KnownFields(
     "settings.tiles", frozenset({"rows", "columns", "overlap", "whole_image"}), is_strict=True
+)
+
+MOONDREAM_FACE = KnownFields(
+    "face", frozenset({"x_min", "y_min", "x_max", "y_max", "score"}), is_strict=True
 )
 
 

@@ -1,4 +1,4 @@
-"""Moondream's REST interface: /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment.
+"""Moondream's REST interface: /v1/query, /v1/caption, /v1/point, /v1/detect, /v1/segment and /v1/gaze.
 
 The forms are those that the ``moondream`` package sends and reads: an image as a data URL or plain base64, settings in
 an object of their own, coordinates in [0, 1], a stream as server-sent events that end with ``"completed": true``.
@@ -27,12 +27,19 @@ from ...services.messages.json_values import (
     spatial_ref,
 )
 from ...services.messages.task_fields import REQUESTS, fault_of, short_path
+from ...services.messages.tasks import EDGES, MAX_GAZES
 from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields, max_crops, numbers, positive
 from ..forms import sent_event
 from ..refusals import renamed
-from .known_fields import MOONDREAM, MOONDREAM_SAMPLING, MOONDREAM_SETTINGS, MOONDREAM_TILES
+from .known_fields import (
+    MOONDREAM,
+    MOONDREAM_FACE,
+    MOONDREAM_SAMPLING,
+    MOONDREAM_SETTINGS,
+    MOONDREAM_TILES,
+)
 from .models import set_model
 
 _NAMES: dict[FieldPath, FieldPath] = {
@@ -51,6 +58,9 @@ _NAMES: dict[FieldPath, FieldPath] = {
     ("abstention", "max_absence"): ("settings", "max_absence"),
     ("refinement",): ("refine",),
     ("options", "model"): ("model",),
+    ("eyes", 0): ("eye",),
+    ("faces", 0): ("face",),
+    ("faces",): ("face",),
 }
 
 
@@ -130,12 +140,37 @@ def _segment(task: pb.SegmentTask, fields: Fields) -> None:
         task.refinement = REFINEMENTS[fields.flag("refine")]
 
 
+def _gaze(task: pb.GazeTask, fields: Fields) -> None:
+    eye, face = fields.items("eye"), fields.values.get("face")
+    if eye:
+        read = numbers(eye, fields.at("eye"))
+        if len(read) != 2:
+            raise InvalidRequest("eye", f"must have 2 numbers, got {len(read)}")
+        task.eyes.add(x=read[0], y=read[1])
+    if isinstance(face, dict):
+        given = fields.inner("face")
+        MOONDREAM_FACE.check(given)
+        edges = {edge: given.number(edge) for edge in EDGES}
+        for edge, value in edges.items():
+            if value is None:
+                raise InvalidRequest(given.at(edge), "is required")
+        task.faces.add(**edges)
+    elif face is not None:
+        raise InvalidRequest("face", "must be an object with x_min, y_min, x_max and y_max")
+    task.accurate = fields.flag("accurate")
+    if (most := fields.whole("max_faces")) is not None:
+        if not 1 <= most <= MAX_GAZES:
+            raise InvalidRequest("max_faces", f"must be in [1, {MAX_GAZES}], got {most}")
+        task.max_faces = most
+
+
 _READERS: dict[str, Callable[[Any, Fields], None]] = {
     "query": _query,
     "caption": _caption,
     "point": _point,
     "detect": _detect,
     "segment": _segment,
+    "gaze": _gaze,
 }
 
 

@@ -115,6 +115,10 @@ function shoot() {
 
 // The request.
 
+function hasText(skill) {
+  return skill !== "caption" && skill !== "gaze";
+}
+
 function choose(skill) {
   state.skill = skill;
   for (const tab of document.querySelectorAll("[data-skill]")) {
@@ -125,7 +129,7 @@ function choose(skill) {
   }
   const asks = skill === "query" || skill === "chat";
   $("text-label").textContent = asks ? "Question" : skill === "segment" ? "Object" : "Objects, with commas between";
-  $("text-label").hidden = $("text").hidden = skill === "caption";
+  $("text-label").hidden = $("text").hidden = !hasText(skill);
   $("text").placeholder = PLACEHOLDERS[skill] || "";
   $("length-label").hidden = skill !== "caption";
   $("reasoning-label").hidden = !asks;
@@ -162,6 +166,8 @@ function requests() {
     }
     case "segment":
       return [{ path: "segment", body: { ...image, object: text, stream: true }, label: text }];
+    case "gaze":
+      return [{ path: "gaze", body: { ...image } }];
     default: {
       const objects = text.split(",").map((object) => object.trim()).filter(Boolean);
       return objects.map((object) => ({ path: state.skill, body: { ...image, object }, label: object }));
@@ -174,7 +180,7 @@ async function run(event) {
   if (state.running) return;
   const needsImage = !["query", "chat"].includes(state.skill);
   if (needsImage && !state.image) return showError("Choose an image first.");
-  if (state.skill !== "caption" && !$("text").value.trim()) return showError(`Write the ${state.skill === "query" || state.skill === "chat" ? "question" : "object"} first.`);
+  if (hasText(state.skill) && !$("text").value.trim()) return showError(`Write the ${state.skill === "query" || state.skill === "chat" ? "question" : "object"} first.`);
   clearAnswer(state.skill === "chat");
   const control = new AbortController();
   state.running = control;
@@ -202,6 +208,7 @@ async function send(request, index, began, signal) {
     throw new Error(body.error ? body.error.message : `The server answered with status ${response.status}.`);
   }
   const show = { query: showText, caption: showText, chat: showChat, segment: showSegment }[state.skill];
+  if (state.skill === "gaze") return showGazes(await response.json(), began);
   if (!show) return showFound(await response.json(), request.label, index, began);
   const view = show(request, index, began);
   for await (const message of events(response)) {
@@ -318,6 +325,21 @@ function showFound(body, label, index, began) {
   showFacts(body.metrics, began);
 }
 
+// The gaze of every face: a line from the face to what the person looks at.
+function showGazes(body, began) {
+  for (const [index, each] of body.gazes.entries()) {
+    const colour = COLOURS[index % COLOURS.length];
+    const label = each.gaze ? "" : "looks out of the image";
+    paintBox({ ...each.face, score: undefined }, colour, label);
+    if (!each.gaze) continue;
+    mark("line", { x1: each.eye.x, y1: each.eye.y, x2: each.gaze.x, y2: each.gaze.y, stroke: colour, "stroke-width": 3 });
+    paintPoint(each.gaze, colour);
+    paintLabel(each.gaze.x, each.gaze.y, colour, "", each.gaze.score);
+  }
+  legend("face", body.gazes.map((each) => each.gaze && each.gaze.score || undefined), COLOURS[0], 0, body.face_absence);
+  showFacts(body.metrics, began);
+}
+
 function mark(name, attributes) {
   $("marks").setAttribute("viewBox", "0 0 1 1");
   const element = document.createElementNS(SVG, name);
@@ -423,6 +445,7 @@ function showCode() {
 function callOf(request, image, moondream) {
   const { length, reasoning, settings, stop = settings && settings.stop } = request.body;
   const skill = state.skill === "chat" ? "query" : state.skill;
+  if (skill === "gaze") return moondream ? `detect(${image}, "face")  # the package has no gaze: see curl` : `gaze(${image})`;
   const asked = skill === "caption" ? `length="${length}"` : JSON.stringify(request.label || $("text").value.trim());
   const ends = JSON.stringify(stop);
   const options = `${reasoning ? ", reasoning=True" : ""}${stop ? (moondream ? `, settings={"stop": ${ends}}` : `, stop=${ends}`) : ""}`;

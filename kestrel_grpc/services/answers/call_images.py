@@ -24,6 +24,8 @@ from kestrel_engine import (
 from ...edge.calls.current import current
 from ...images.request_images import RequestImage, RequestImages, at_image
 
+MIRRORED = "mirrored"
+
 
 class Seen(NamedTuple):
     """What the engine knows of an image: width and height, its digest, and the crops that the model sees."""
@@ -39,7 +41,8 @@ class CallImages:
     def __init__(self, images: RequestImages, engine: InferenceEngine, *, keeps: bool) -> None:
         self._images, self._engine, self._keeps = images, engine, keeps
         self._found: list[RequestImage] = []
-        self._prepared: dict[Tiles | None, list[PreparedImage | PreparedTiles]] = {}
+        self._prepared: dict[Tiles | str | None, list[PreparedImage | PreparedTiles]] = {}
+        """By how the images are cut, or MIRRORED."""
         self._is_overview = False
         self._cutting: asyncio.Lock | None = None
 
@@ -50,13 +53,15 @@ class CallImages:
         """Raises ImageNotFound."""
         self._found = [await self._images.find(each) for each in images]
 
-    async def prepare(self, tiles: Tiles | None = None) -> None:
+    async def prepare(self, tiles: Tiles | str | None = None) -> None:
         """Prepares the images for several requests. Raises the errors of the engine's ``prepare_image``, which name
         one of several images by its index."""
         self._cutting = self._cutting or asyncio.Lock()
         prepared: list[PreparedImage | PreparedTiles] = []
         for index, image in enumerate(self._found):
-            given: Any = image.given if tiles is None else Tiled(image.given, tiles)
+            given: Any = image.mirrored if tiles == MIRRORED else image.given
+            if isinstance(tiles, Tiles):
+                given = Tiled(given, tiles)
             with at_image(("images", index)):
                 prepared.append(await self._prepare(given))
         self._prepared[tiles] = prepared
@@ -81,10 +86,29 @@ class CallImages:
             return given if tiles is None else [Tiled(each, tiles) for each in given]
         if self._is_overview:
             tiles = None
+        return await self._prepared_as(tiles)
+
+    async def mirrored(self) -> Sequence[Any]:
+        """The images with left and right exchanged, after ``prepare``. Raises as that."""
+        images = await self._prepared_as(MIRRORED)
+        if not self._is_overview:
+            return images
+        return [image.overview() for image in images if isinstance(image, PreparedImage)]
+
+    async def _prepared_as(
+        self, way: Tiles | str | None
+    ) -> Sequence[PreparedImage | PreparedTiles]:
+        assert self._cutting is not None, "prepare() comes first"
         async with self._cutting:
-            if tiles not in self._prepared:
-                await self.prepare(tiles)
-        return self._prepared[tiles]
+            if way not in self._prepared:
+                await self.prepare(way)
+        return self._prepared[way]
+
+    @property
+    def region(self) -> tuple[float, float, float, float] | None:
+        """The part of the only image that requests see; None: all of it."""
+        (image,) = self._found
+        return image.region
 
     def path_of(self, path: FieldPath) -> FieldPath:
         """The path in the call's message, if ``path`` is the engine's of an image."""

@@ -65,8 +65,8 @@ async def _measured(run: Run, tiles: Tiles | None) -> list[MeasuredImage]:
 async def _count(run: Run, task: CallTask[Any, Any]) -> pb.TaskTokens:
     tiles, requests = run.requests_of(task)
     images = await _measured(run, tiles)
-    count = len(images[0].crops) if images else 1
-    if not task.kind.has_names:  # The requests are equal samples.
+    count = task.kind.num_looks(task.message) * (len(images[0].crops) if images else 1)
+    if task.kind.are_samples:  # The requests are equal.
         count, requests = count * len(requests), requests[:1]
     prompts: list[_Prompts] = []
     for index, request in enumerate(requests):

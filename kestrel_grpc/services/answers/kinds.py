@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineResult, FieldPath, Request, Tiles, best_boxes
@@ -21,14 +21,22 @@ from ..messages.responses import (
     query_answer,
 )
 from ..messages.tasks import (
+    FACE,
     caption_requests,
     detect_requests,
+    gaze_requests,
     point_requests,
     query_requests,
     read_tiles,
     segment_requests,
 )
+from .gazes import Part as GazePart
+from .gazes import gaze_part, gaze_response, has_more_requests, num_looks, of_gazes
 from .masks import add_mask
+
+if TYPE_CHECKING:
+    from .running import Run
+    from .several import Ended
 
 Part = TypeVar("Part")
 Response = TypeVar("Response")
@@ -57,8 +65,16 @@ class Kind(Generic[Part, Response]):
     """Changes several parts together, in a thread."""
     tiles: Callable[[Any], Tiles | None] | None = None
     """From the task, how to cut the image; its None: not at all. Raises InvalidRequest."""
-    has_names: bool = False
-    """The requests are those of several names, which fail alone; otherwise those of samples, which fail together."""
+    are_samples: bool = False
+    """Several requests are samples, with seeds in a row, which fail together; otherwise names, which fail alone."""
+    has_more_requests: Callable[[Any], bool] = lambda task: False
+    """Whether ``in_rounds`` makes more requests about the images."""
+    in_rounds: Callable[..., Awaitable[list[Ended[Part]]]] | None = None
+    """Runs the requests, and those that follow from their results. Gets the Run, the CallTask, requests and images."""
+    num_looks: Callable[[Any], int] = lambda task: 1
+    """How often ``in_rounds`` runs each request of the task."""
+    has_updates: bool = True
+    """Streams have the updates of each request."""
     generates: bool = True
     """Tokens are sampled, so that there are a seed and a usage."""
 
@@ -99,7 +115,6 @@ def _finding(
             searches=[each.search for each in parts],
         ),
         last_events=lambda part: ({"search": part.search},),
-        has_names=True,
         **others,
     )
 
@@ -125,12 +140,14 @@ QUERY = Kind(
     requests=query_requests,
     part=lambda result, label: query_answer(result),
     response=_query_response,
+    are_samples=True,
 )
 CAPTION = Kind(
     name="caption",
     requests=caption_requests,
     part=lambda result, label: caption_answer(result),
     response=lambda result, parts: pb.CaptionResponse(captions=parts),
+    are_samples=True,
 )
 POINT = _finding("point", point_requests, found_points, pb.PointResponse, tiles=read_tiles)
 DETECT = _finding(
@@ -139,6 +156,23 @@ DETECT = _finding(
 SEGMENT = _finding(
     *("segment", segment_requests, found_outline, pb.SegmentResponse), complete=_draw
 )
+
+
+async def _gazes(run: Run, task: CallTask[Any, Any], *others: Any) -> list[Ended[GazePart]]:
+    message = pb.DetectTask(objects=[FACE])
+    return await of_gazes(run, task, task._replace(kind=DETECT, message=message), *others)
+
+
+GAZE = Kind(
+    name="gaze",
+    requests=gaze_requests,
+    part=gaze_part,
+    response=gaze_response,
+    has_more_requests=has_more_requests,
+    in_rounds=_gazes,
+    num_looks=num_looks,
+    has_updates=False,
+)
 SKILL = Kind(
     name="skill",
     requests=skill_requests,
@@ -146,7 +180,7 @@ SKILL = Kind(
     response=lambda result, parts: parts[0],
 )
 KINDS: dict[str, Kind[Any, Any]] = {
-    kind.name: kind for kind in (QUERY, CAPTION, POINT, DETECT, SEGMENT, SKILL)
+    kind.name: kind for kind in (QUERY, CAPTION, POINT, DETECT, SEGMENT, SKILL, GAZE)
 }
 
 

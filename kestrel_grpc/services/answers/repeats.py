@@ -99,6 +99,8 @@ def _is_repeatable(task: CallTask[Any, Any]) -> bool:
     sampling: common_pb2.Sampling = task.message.sampling
     if sampling.HasField("seed"):
         return True
+    if isinstance(task.message, pb.GazeTask) and task.message.accurate:
+        return False  # It looks from random places.
     if sampling.HasField("temperature"):
         return sampling.temperature == 0
     return task.kind.name not in _SAMPLE

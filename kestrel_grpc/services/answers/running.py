@@ -144,8 +144,9 @@ class Run:
     async def _answer(
         self, task: CallTask[Part, Response], requests: list[Request], tiles: Tiles | None
     ) -> tuple[Response, list[EngineResult]]:
-        began, several, seed = clock.now(), len(requests) > 1, 0
-        if several and not task.kind.has_names and self._sender is not None:
+        began, seed = clock.now(), 0
+        several = len(requests) > 1 or task.kind.has_more_requests(task.message)
+        if several and task.kind.are_samples and self._sender is not None:
             raise InvalidRequest(
                 "num_samples",
                 f"must be 1 in a stream, got {len(requests)}; open a stream for each sample, with seeds of your choice",
@@ -157,12 +158,14 @@ class Run:
                 await self.images.prepare(tiles)
                 await self.begin(seed)
         given = await self.images.given(tiles)
-        if not several:
+        if task.kind.in_rounds is not None:
+            ended = await task.kind.in_rounds(self, task, requests, given)
+        elif not several:
             ended = [await self.ended(task, requests[0], given)]
-        elif task.kind.has_names:
-            ended = await of_names(self, task, requests, given)
-        else:
+        elif task.kind.are_samples:
             ended = await of_samples(self, task, requests, given)
+        else:
+            ended = await of_names(self, task, requests, given)
         parts = [each.part for each in ended]
         if several and task.kind.merge is not None:
             await asyncio.to_thread(task.kind.merge, task.message, parts)
@@ -259,7 +262,7 @@ class Run:
                     for each in stream.images
                 ]
                 await self.accept(seen, stream.seed if task.kind.generates else 0)
-            if self._sender is not None:
+            if self._sender is not None and task.kind.has_updates:
                 async for update in stream:
                     await self._sender.send(event_fields(update, label), task.key)
             result = await stream.result()

@@ -24,12 +24,13 @@ from kestrel_engine import (
 from ...edge.failures.endings import forget_frames
 from ..messages.responses import Found
 from ..messages.tasks import label_of
-from .kinds import CallTask, Kind, Part, Response
 
 if TYPE_CHECKING:
+    from .kinds import CallTask, Kind, Response
     from .running import Run
 
 T = TypeVar("T")
+Part = TypeVar("Part")
 
 _SEEDS = 2**63
 
@@ -114,7 +115,7 @@ def seeded(
     engine: InferenceEngine, kind: Kind[Any, Any], requests: Sequence[Request]
 ) -> list[Request]:
     """Several requests with their seeds: one for all names, or seeds in a row for samples."""
-    step = 0 if kind.has_names else 1
+    step = 1 if kind.are_samples else 0
     seed = requests[0].settings.get("seed")
     if seed is None:
         seed = engine.draw_seed(1 + step * (len(requests) - 1))

@@ -13,7 +13,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest
 
 Found = pb.PointResponse | pb.DetectResponse
-Response = pb.QueryResponse | pb.CaptionResponse | Found | pb.SegmentResponse
+Response = pb.QueryResponse | pb.CaptionResponse | Found | pb.SegmentResponse | pb.GazeResponse
 CAPTION_LENGTHS = {
     "short": pb.CAPTION_LENGTH_SHORT,
     "normal": pb.CAPTION_LENGTH_NORMAL,
@@ -35,6 +35,8 @@ def skill_values(response: Response) -> dict[str, Any]:
         return {"caption": caption.text}
     if isinstance(response, pb.SegmentResponse):
         return _outline_values(response)
+    if isinstance(response, pb.GazeResponse):
+        return _gaze_values(response)
     (search,), (places,) = response.searches, places_by_name(response)
     return found_values(response, search, places)
 
@@ -108,13 +110,36 @@ def _outline_values(response: pb.SegmentResponse) -> dict[str, Any]:
     return values
 
 
+def _gaze_values(response: pb.GazeResponse) -> dict[str, Any]:
+    """The only gaze, as Moondream's own code returns it; of faces that the model found, a list of gazes."""
+    gazes = []
+    for each in response.gazes:
+        target = {"x": each.target.x, "y": each.target.y, "score": each.score}
+        gaze: dict[str, Any] = {"gaze": target if each.HasField("target") else None}
+        if each.HasField("absence"):
+            gaze["absence"] = each.absence
+        if response.HasField("search"):
+            edges = ("x_min", "y_min", "x_max", "y_max")
+            gaze["face"] = {edge: getattr(each.face, edge) for edge in edges}
+            gaze["eye"] = {"x": each.eye.x, "y": each.eye.y}
+        gazes.append(gaze)
+    if not response.HasField("search"):
+        return gazes[0]
+    found: dict[str, Any] = {"gazes": gazes, "count": len(gazes)}
+    if response.search.HasField("absence"):
+        found["face_absence"] = response.search.absence
+    return found
+
+
 def finish_reason(response: Response) -> str:
     """ "stop" or "length": of the first answer, or of all names together."""
-    parts: Sequence[pb.Answer] | Sequence[pb.ObjectSearch]
+    parts: Sequence[pb.Answer] | Sequence[pb.ObjectSearch] | Sequence[pb.Gaze]
     if isinstance(response, pb.QueryResponse):
         parts = response.answers[:1]
     elif isinstance(response, pb.CaptionResponse):
         parts = response.captions[:1]
+    elif isinstance(response, pb.GazeResponse):
+        parts = response.gazes
     else:
         parts = response.searches
     is_cut = any(each.finish_reason == common_pb2.FINISH_REASON_LENGTH for each in parts)

@@ -64,7 +64,7 @@ def found_outline(result: EngineResult, label: str) -> Found:
     if segment.get("refined"):
         coarse = found.outline.coarse
         coarse.svg_path = segment["coarse_path"]
-        _set_box(coarse.box, segment["coarse_bbox"])
+        set_box(coarse.box, segment["coarse_bbox"])
     return Found([found], search)
 
 
@@ -93,7 +93,7 @@ def detection(found: Mapping[str, float], label: str) -> pb.Detection:
     if "x" in found:
         message.point.x, message.point.y = _clip(found["x"]), _clip(found["y"])
     elif "x_min" in found:
-        _set_box(message.box, found)
+        set_box(message.box, found)
     return message
 
 
@@ -127,7 +127,7 @@ def _search(result: EngineResult, label: str) -> pb.ObjectSearch:
     )
 
 
-def _set_box(box: common_pb2.Box, found: Mapping[str, float]) -> None:
+def set_box(box: common_pb2.Box, found: Mapping[str, float]) -> None:
     box.x_min, box.y_min = _clip(found["x_min"]), _clip(found["y_min"])
     box.x_max, box.y_max = _clip(found["x_max"]), _clip(found["y_max"])
 

@@ -16,6 +16,7 @@ REQUESTS: dict[str, Any] = {
     "point": pb.PointRequest,
     "detect": pb.DetectRequest,
     "segment": pb.SegmentRequest,
+    "gaze": pb.GazeRequest,
 }
 """The requests of the skills that the adapters have, by the name of their task."""
 _TASKS = frozenset(field.name for field in pb.Task.DESCRIPTOR.oneofs_by_name["task"].fields)

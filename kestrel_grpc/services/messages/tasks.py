@@ -16,6 +16,10 @@ from ...edge.messages.fields import known_value, meant_float
 
 MAX_NAMES = 256
 MAX_SAMPLES = 16
+MAX_GAZES = 256
+FACE = "face"
+"""The name by which faces are found."""
+EDGES = ("x_min", "y_min", "x_max", "y_max")
 
 _LENGTHS = {
     pb.CAPTION_LENGTH_UNSPECIFIED: "normal",
@@ -31,6 +35,10 @@ _REFINEMENTS: dict[Any, dict[str, bool]] = {
 _MASKS = {number: number for number in pb.MaskFormat.values()}
 
 TextTask: TypeAlias = pb.QueryTask | pb.CaptionTask
+Place: TypeAlias = tuple[float, float]
+"""x and y."""
+Edges: TypeAlias = tuple[float, float, float, float]
+"""As EDGES."""
 FindTask: TypeAlias = pb.PointTask | pb.DetectTask | pb.SegmentTask
 
 
@@ -94,6 +102,60 @@ def segment_requests(task: pb.SegmentTask, num_images: int) -> list[Request]:
     refined = known_value("refinement", task.refinement, pb.Refinement, _REFINEMENTS)
     arguments = {"spatial_refs": read_spatial_refs(task.spatial_refs), **refined}
     return _names("segment", task, arguments, _score_settings(task))
+
+
+def gaze_requests(task: pb.GazeTask, num_images: int) -> list[Request]:
+    """A request for each eye or face; without any, the one that finds faces. Raises InvalidRequest."""
+    for field in ("eyes", "faces"):
+        if (count := len(getattr(task, field))) > MAX_GAZES:
+            raise InvalidRequest(field, f"has {count} places, the limit is {MAX_GAZES}")
+    if task.eyes and task.faces:
+        raise InvalidRequest("faces", "is set beside an eye; set only one of them")
+    if task.eyes and task.accurate:
+        raise InvalidRequest(
+            "accurate", "looks from places in a face; give the face instead of an eye"
+        )
+    if task.HasField("max_faces"):
+        if task.eyes or task.faces:
+            raise InvalidRequest(
+                "max_faces", "limits the faces that are found; leave out eyes and faces"
+            )
+        if not 1 <= task.max_faces <= MAX_GAZES:
+            raise InvalidRequest("max_faces", f"is {task.max_faces}; must be 1 to {MAX_GAZES}")
+    if task.HasField("max_tokens") and task.max_tokens < 1:
+        # The request that finds faces does not have it.
+        raise InvalidRequest("max_tokens", f"{task.max_tokens} is not a whole number of at least 1")
+    faces = [_checked_face(index, edges_of(face)) for index, face in enumerate(task.faces)]
+    places = [(eye.x, eye.y) for eye in task.eyes] or list(map(centre_of, faces))
+    if places:
+        return [gaze_request(task, place) for place in places]
+    settings = sampling_settings(task.sampling)
+    if task.HasField("max_faces"):
+        settings["max_objects"] = task.max_faces
+    return [Request(skill="detect", arguments={"object": FACE}, settings=settings)]
+
+
+def gaze_request(task: pb.GazeTask, eye: Place, **settings: Any) -> Request:
+    """``settings``: others than the task's."""
+    return Request(skill="gaze", arguments={"eye": eye}, settings=_settings(task) | settings)
+
+
+def edges_of(box: common_pb2.Box) -> Edges:
+    return box.x_min, box.y_min, box.x_max, box.y_max
+
+
+def centre_of(face: Edges) -> Place:
+    return (face[0] + face[2]) / 2, (face[1] + face[3]) / 2
+
+
+def _checked_face(index: int, face: Edges) -> Edges:
+    """Raises InvalidRequest."""
+    for name, value in zip(EDGES, face, strict=True):
+        if not 0 <= value <= 1:
+            raise InvalidRequest(("faces", index, name), f"{value!r} is not a number in [0, 1]")
+    if face[0] > face[2] or face[1] > face[3]:
+        raise InvalidRequest(("faces", index), "needs x_min <= x_max and y_min <= y_max")
+    return face
 
 
 def read_tiles(task: pb.PointTask | pb.DetectTask) -> Tiles | None:
@@ -167,7 +229,7 @@ def _image_turns(task: pb.QueryTask, num_images: int) -> dict[str, list[int]]:
     return {"image_turns": turns + [len(task.history)] * (num_images - len(turns))}
 
 
-def _settings(task: TextTask | FindTask) -> dict[str, Any]:
+def _settings(task: TextTask | FindTask | pb.GazeTask) -> dict[str, Any]:
     settings = sampling_settings(task.sampling)
     if task.HasField("max_tokens"):
         settings["max_tokens"] = task.max_tokens

@@ -84,6 +84,10 @@ POINT = pb.PointRequest(
 DETECT = pb.DetectRequest(image=JPEG, detect={"objects": ["a"], "max_objects": 3})
 OUTLINED = pb.SegmentTask(objects=["a"], mask_format=pb.MASK_FORMAT_PNG, **SETTINGS)
 SEGMENT = pb.SegmentRequest(image=RAW, segment=OUTLINED)
+GAZE = pb.GazeRequest(
+    image=RAW,
+    gaze=pb.GazeTask(faces=[BOX.box], accurate=True, **SETTINGS),
+)
 ANALYZE = pb.AnalyzeRequest(
     image=RAW,
     tasks=[
@@ -108,6 +112,7 @@ VISION: dict[str, Message] = {
     "Point": POINT,
     "Detect": DETECT,
     "Segment": SEGMENT,
+    "Gaze": GAZE,
     "Analyze": ANALYZE,
     "RunSkill": SKILL,
     "Embed": EMBED,
@@ -117,6 +122,7 @@ VISION: dict[str, Message] = {
     "StreamPoint": POINT,
     "StreamDetect": DETECT,
     "StreamSegment": SEGMENT,
+    "StreamGaze": GAZE,
     "StreamAnalyze": ANALYZE,
     "StreamRunSkill": SKILL,
     "StreamEmbed": EMBED,

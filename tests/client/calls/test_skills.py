@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kestrel_client import (
@@ -13,6 +14,8 @@ from kestrel_client import (
     DetectedBox,
     DetectedPoint,
     DetectTask,
+    Gaze,
+    GazeTask,
     ImageSize,
     InvalidRequestError,
     KestrelClient,
@@ -40,6 +43,13 @@ BOXES = (
 )
 BOX = Box(0.125, 0.25, 0.5, 0.75)
 SVG_PATH = "M 0 0 L 1 0 L 1 1 L 0 1 z"
+GAZES = tuple(
+    Gaze(
+        eye=Point(0.5, 0.5), face=Box(each.x_min, each.y_min, each.x_max, each.y_max),
+        target=Point(0.25, 1.0), score=0.75, absence=0.125, finish_reason="stop",
+    )
+    for each in BOXES
+)  # fmt: skip
 IMAGE = b"not decoded by anybody here"
 
 # Skill, arguments, what of the result is the skill's own.
@@ -48,6 +58,7 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
     ("caption", (IMAGE, "short"), {}, {"caption": ANSWER}),
     ("point", (IMAGE, "circle"), {"max_objects": 3}, {"points": POINTS}),
     ("detect", (IMAGE, "circle"), {}, {"objects": BOXES}),
+    ("gaze", (IMAGE,), {}, {"gazes": GAZES}),
     ("segment", (IMAGE, "circle"), {}, {"svg_path": SVG_PATH, "box": BOX, "mask": None}),
 ]
 EVENTS: dict[str, list[Any]] = {
@@ -55,6 +66,13 @@ EVENTS: dict[str, list[Any]] = {
     "caption": [TextDelta(t, i + 1) for i, t in enumerate(ANSWER.replace(" ", " \0").split("\0"))],
     "point": list(POINTS),
     "detect": list(BOXES),
+    "gaze": [
+        *(
+            DetectedBox(each.x_min, each.y_min, each.x_max, each.y_max, "face", 0.75)
+            for each in BOXES
+        ),
+        *GAZES,
+    ],
     "segment": [
         BOXES[0],
         *(PathPiece(piece, 0, "circle") for piece in ("M 0 0", "L 1 0", "L 1 1", "L 0 1", "z")),
@@ -301,3 +319,57 @@ async def test_models(either: Any) -> None:
     load = await either.server_load()
     assert (load.ready, load.state, load.running_requests) == (True, "ready", 3)
     assert json.loads(json.dumps(load.to_dict()))["utilization"] == 0.75
+
+
+EYE = (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    "eyes",
+    [EYE, [EYE], Point(*EYE), [Point(*EYE)], np.array(EYE), np.array([EYE])],
+    ids=["numbers", "list", "point", "points", "array", "arrays"],
+)
+def test_an_eye_is_one_point_or_a_list_of_them(client: KestrelClient, eyes: Any) -> None:
+    result = client.gaze(IMAGE, eyes)
+    (gaze,) = result
+    assert (gaze.eye, gaze.face, gaze.target) == (Point(*EYE), None, None)
+    assert result.search is None and len(result) == 1
+    assert repr(result).startswith("GazeResult(1 gazes, 0 in the image,")
+    assert result.to_dict()["gazes"][0]["target"] is None
+    assert not result.marks.points and not result.marks.boxes
+
+
+def test_faces_are_boxes_and_boxes_that_were_detected(client: KestrelClient, peer: Any) -> None:
+    assert client.gaze(IMAGE, faces=BOX).gazes[0].face == BOX
+    result = client.gaze(IMAGE, faces=client.detect(IMAGE, "face").objects, accurate=True, seed=7)
+    assert [each.face for each in result] == [each.face for each in GAZES]
+    request = peer.vision.requests[-1].gaze
+    assert request.accurate and request.sampling.seed == 7 and len(request.faces) == 2
+    assert result.marks.points == (Point(0.25, 1.0),) * 2
+    assert [label for _, label in result.marks.boxes] == ["face 1 (0.75)", "face 2 (0.75)"]
+    every = client.gaze(IMAGE, max_faces=3)
+    assert every.search is not None and every.search.absence == 0.25
+    assert peer.vision.requests[-1].gaze.max_faces == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"eyes": 3}, "eyes: 3 is not a point"),
+        ({"eyes": [(0, 0), (0, 0, 1)]}, "eyes[1]: has 3 numbers"),
+        ({"eyes": [(0, 0, 1, 1)]}, "eyes[0]: is not a point"),
+        ({"eyes": "xy"}, "eyes[0]: "),
+        ({"faces": [(0, 0)]}, "faces[0]: is not a box"),
+        ({"faces": [("a", 0, 1, 1)]}, "faces[0]: "),
+    ],
+)
+def test_other_places_are_refused_before_they_are_sent(
+    client: KestrelClient, given: Any, told: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        client.gaze(IMAGE, **given)
+    assert told in str(caught.value)
+
+
+def test_a_gaze_is_a_task(client: KestrelClient) -> None:
+    assert client.map([IMAGE], GazeTask())[0].gazes == GAZES  # type: ignore[union-attr]

@@ -51,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         replace(squares, picture=picture),
         replace(circles, picture=picture, output={}, token_ids=(39,)),
         KnownAnswer("detect", {"object": "circle"}, picture, at_least=3),
+        KnownAnswer("gaze", {"eye": (0.25, 0.5)}, picture, output={"gaze": None}),
     )
     monkeypatch.setitem(RELEASES, NAME, Release(answers, facts(folder), stored=(176, "BF16")))
     known = catalog.KNOWN[NAME]
@@ -86,14 +87,14 @@ async def test_the_release_is_accepted(folder: Path) -> None:
         "ok: 3 files match the checksums recorded by the catalogue and SHA256SUMS"
     ]
     assert found["tokenizer"] == ["ok: 761 ids; 4 known texts have theirs"]
-    assert len(found["answer"]) == 4 and len(found["speed"]) == len(found["memory"]) == 1
+    assert len(found["answer"]) == 5 and len(found["speed"]) == len(found["memory"]) == 1
 
 
 async def test_a_picture_that_nobody_gave_is_described(folder: Path, tmp_path: Path) -> None:
     grey = tmp_path / "grey.png"
     Image.new("RGB", (300, 200), (128, 128, 128)).save(grey)
     found = await checked(folder, image=grey)
-    assert len(found["answer"]) == 4
+    assert len(found["answer"]) == 5
     assert all("not checked: it is about the sample" in line for line in found["answer"])
 
 
@@ -189,12 +190,14 @@ async def test_a_corruption_is_named(folder: Path, monkeypatch, fault: str) -> N
 
 
 def test_answers_may_differ_as_far_as_rounding_goes() -> None:
-    _, _, point, box, *_ = RELEASES[NAME].answers
+    _, _, point, box, gaze, *_ = RELEASES[NAME].answers
     assert distance_of(point.output, {"points": [{"x": 289 / 1024, "y": 326 / 1024}]}) == 0
     near = {"points": [{"x": 291 / 1024, "y": 325 / 1024}]}
     assert distance_of(point.output, near) == 2 / 1024 < TOLERANCE
     assert distance_of(point.output, {"points": []}) == float("inf")
     assert distance_of(point.output, box.output) == float("inf")
+    assert distance_of(gaze.output, {"gaze": {"x": 583 / 1024, "y": 358 / 1024}}) == 1 / 1024
+    assert distance_of(gaze.output, {"gaze": None}) == float("inf")
     # The golden box is that of centre bins 269 and 284 and size bins 780 and 838 (moondream.md section 7).
     (told,) = box.output["objects"]
     width, height = (2 ** (10 * b / 1023 - 10) for b in (780, 838))

@@ -1,5 +1,8 @@
 """The skills' state machines, token by token: rules asked for, events given, results."""
 
+import math
+import random
+
 import numpy as np
 import pytest
 
@@ -7,11 +10,13 @@ from kestrel_engine.errors import ContextLengthError, InvalidRequest, SkillUnava
 from kestrel_engine.skills import (
     CaptionSkill,
     DetectSkill,
+    GazeSkill,
     PointSkill,
     QuerySkill,
     SegmentSkill,
     SkillRegistry,
 )
+from kestrel_engine.skills.gaze import mean_gaze
 from kestrel_engine.skills.prompts import check_context, check_images
 from kestrel_engine.types.requests import (
     Coord,
@@ -329,9 +334,9 @@ def test_bad_input_names_its_field(moondream3, skill, arguments, settings, field
     assert caught.value.field == field
 
 
-def test_the_registry_knows_the_five_and_refuses_doubles():
+def test_the_registry_knows_the_six_and_refuses_doubles():
     registry = SkillRegistry.default()
-    assert registry.names == ("query", "caption", "point", "detect", "segment")
+    assert registry.names == ("query", "caption", "point", "detect", "segment", "gaze")
     with pytest.raises(SkillUnavailable, match="there are query"):
         registry.get("paint")
     with pytest.raises(ValueError, match="twice"):
@@ -392,3 +397,70 @@ def test_the_number_of_images_is_checked(moondream3):
     with pytest.raises(ContextLengthError, match="the prompt takes") as caught:
         check_context(asked, 1, model, text)
     assert caught.value.field == "question"
+
+
+def test_a_gaze_is_one_point_and_ends_with_it(moondream2, codec):
+    built, state = start(GazeSkill(), moondream2, eye=np.array([0.25, 0.5], np.float32))
+    before, after = codec.encode("\n\nPoint:"), codec.encode(" gaze\n\n")
+    assert built.prompt_suffix == (*before, Coord(0.25), Coord(0.5), *after)
+    assert built.token_budget == 2 and built.sampling.temperature == 0
+    assert state.rule() == TokenRule(otherwise=5, stop=0, read_coord=True)
+    updates, finish = feed(state, [StepToken(5, Coord(0.75)), StepToken(5, Coord(0.125))])
+    assert state.out.is_complete and finish is not None
+    assert state.out.output() == {"gaze": {"x": 0.75, "y": 0.125}}
+    assert [each.object for each in updates] == [{"x": 0.75, "y": 0.125}]
+
+
+def test_a_gaze_out_of_the_image_is_none(moondream3):
+    _, state = start(GazeSkill(), moondream3, eye=[0, 1])
+    assert feed(state, [StepToken(0)]) == ([], "stop")
+    assert state.out.output() == {"gaze": None}
+    # A limit that cuts the point is no target either, but another reason.
+    _, state = start(GazeSkill(), moondream3, eye=[0, 1], settings={"max_tokens": 1})
+    feed(state, [StepToken(5, Coord(0.75))])
+    assert state.out.output() == {"gaze": None} and not state.out.is_complete
+
+
+@pytest.mark.parametrize(
+    ("eye", "told"),
+    [
+        (None, "2 numbers"),
+        ("0.5,0.5", "2 numbers"),
+        ([0.5], "2 numbers"),
+        ([0, 0, 1, 1], "2 numbers"),
+        ([0.5, 1.5], "1.5 is not a number in [0, 1]"),
+        ([-0.1, 0.5], "-0.1 is not"),
+        ([math.nan, 0.5], "nan is not"),
+        ([math.inf, 0.5], "inf is not"),
+        (["0", 0.5], "'0' is not"),
+        ([True, 0.5], "True is not"),
+    ],
+)
+def test_an_eye_is_a_place_in_the_image(moondream2, eye, told):
+    with pytest.raises(InvalidRequest) as caught:
+        GazeSkill().build({"eye": eye}, {}, moondream2)
+    assert caught.value.field == "eye" and told in caught.value.message
+
+
+def kept_as_in_the_reference(points):
+    """remove_outlier_points of moondream/torch/utils.py, with numpy, as it describes the choice."""
+    places = np.array(points)
+    distances = np.sqrt(((places[:, None] - places[None]) ** 2).sum(axis=-1))
+    nearest = np.partition(distances, min(2, len(places) - 1), axis=1)[:, :2].mean(axis=1)
+    return places[nearest <= 2.0 * np.median(nearest)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_mean_gaze_is_that_of_the_reference(seed):
+    rng = random.Random(seed)
+    bins = [(rng.gauss(400, 9), rng.gauss(700, 9)) for _ in range(10 + seed % 11)]
+    bins[: seed % 4] = [(rng.randrange(1024), rng.randrange(1024)) for _ in range(seed % 4)]
+    points = [(round(x) / 1024, round(y) / 1024) for x, y in bins]
+    expected = kept_as_in_the_reference(points)
+    assert mean_gaze(points) == pytest.approx(expected.mean(axis=0).tolist(), abs=1e-12)
+    assert mean_gaze(points[:9]) is None
+    assert seed < 4 or len(points) > len(expected) or seed % 4 == 0
+
+
+def test_equal_points_are_no_outliers():
+    assert mean_gaze([(0.5, 0.25)] * 10) == (0.5, 0.25)

@@ -65,6 +65,64 @@ async def test_every_skill_answers_as_grpc_does(http):
     assert body["path"] == "".join(each.outline.svg_path for each in outlines.detections)
 
 
+async def test_gazes_are_those_of_grpc(http):
+    served, client = await http()
+    url = data_url()
+    image = common_pb2.Image(encoded=base64.b64decode(url.partition(",")[2]))
+    face = {"x_min": 0.25, "y_min": 0.25, "x_max": 0.5, "y_max": 0.75}
+
+    async def ask(**fields: Any) -> Any:
+        body = {"image_url": url, "settings": {"seed": 3}, **fields}
+        return (await client.post("/v1/gaze", json=body)).json()
+
+    async def by_grpc(**fields: Any) -> Any:
+        gaze = pb.GazeTask(**fields, sampling={"seed": 3})
+        return await served.vision.Gaze(pb.GazeRequest(image=image, gaze=gaze))
+
+    def values(gaze: pb.Gaze) -> Any:
+        return {"x": gaze.target.x, "y": gaze.target.y, "score": gaze.score}
+
+    for asked, fields in (
+        ({"eye": [0.25, 0.5]}, {"eyes": [common_pb2.Point(x=0.25, y=0.5)]}),
+        ({"face": face}, {"faces": [common_pb2.Box(**face)]}),
+        ({"face": {**face, "score": 0.5}, "accurate": True}, {"faces": [face], "accurate": True}),
+    ):
+        body, (gaze,) = await ask(**asked), (await by_grpc(**fields)).gazes
+        assert (body["gaze"], body["absence"]) == (values(gaze), gaze.absence)
+        assert body["finish_reason"] == "stop" and body["metrics"]["output_tokens"] > 0
+    body, response = await ask(max_faces=2), await by_grpc(max_faces=2)
+    assert body["count"] == len(body["gazes"]) == len(response.gazes) > 0
+    assert body["face_absence"] == response.search.absence
+    for told, gaze in zip(body["gazes"], response.gazes, strict=True):
+        assert told["gaze"] == values(gaze)
+        assert told["eye"] == {"x": gaze.eye.x, "y": gaze.eye.y}
+        assert told["face"]["x_max"] == gaze.face.x_max
+    for wrong, param, words in (
+        ({"eye": [0.5]}, "eye", "must have 2 numbers, got 1"),
+        ({"eye": [0.5, 1.5]}, "eye", "1.5 is not a number in [0, 1]"),
+        ({"eye": [0.5, "x"]}, "eye[1]", "must be a number"),
+        ({"eye": "x"}, "eye", "must be a list"),
+        ({"eye": [0, 0], "face": face}, "face", "beside an eye"),
+        ({"eye": [0, 0], "accurate": True}, "accurate", "face"),
+        ({"face": [0, 0, 1, 1]}, "face", "must be an object"),
+        ({"face": {"x_min": 0}}, "face.y_min", "is required"),
+        ({"face": {**face, "x_min": 2}}, "face.x_min", "2.0 is not"),
+        ({"face": {**face, "x_min": 0.75}}, "face", "x_min <= x_max"),
+        ({"max_faces": 0}, "max_faces", "must be in [1, 256]"),
+        ({"object": "dot"}, "object", "is not a field of /v1/gaze"),
+    ):
+        error = (await ask(**wrong))["error"]
+        assert error["param"] == param and words in error["message"], error
+
+
+async def test_a_gaze_out_of_the_image_is_null(http):
+    _, client = await http(runtime=FakeRuntime(LIMITS, lambda fed: 0))
+    body = (await client.post("/v1/gaze", json={"image_url": data_url(), "eye": [0, 1]})).json()
+    assert body["gaze"] is None and 0 <= body["absence"] <= 1
+    body = (await client.post("/v1/gaze", json={"image_url": data_url()})).json()
+    assert (body["gazes"], body["count"]) == ([], 0)
+
+
 async def test_an_outline_is_refined_unless_the_request_says_no(http):
     path = [100 + b for b in b"M00" + b"l90" * 80 + b"l09" * 80 + b"z"]
     limits = dataclasses.replace(LIMITS, refines=True, max_seq_length=1200, num_pages=1300)

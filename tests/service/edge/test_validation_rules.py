@@ -81,6 +81,9 @@ STRICTER = [
         r"(question|objects\[\d+\]): must not be empty",
         # It depends on another field, or on another message.
         r"history: has \d+ UTF-8 bytes with the question",
+        r"faces: is set beside an eye",
+        r"max_faces: limits the faces that are found",
+        r"accurate: looks from places in a face",
         r"config\.late: needs latency_budget_ms",
         r"num_images: ",
         r"^(config|frame): ",
@@ -151,6 +154,11 @@ SEGMENT = pb.SegmentTask(
     objects=["cat"], spatial_refs=REFS, min_score=0.5, mask_format="MASK_FORMAT_SVG", refinement="REFINEMENT_NONE",
     max_tokens=9, sampling=SAMPLING,
 )  # fmt: skip
+EYES = pb.GazeTask(eyes=[common_pb2.Point(x=0.5, y=0.5)], max_tokens=9, sampling=SAMPLING)
+FACES = pb.GazeTask(
+    faces=[common_pb2.Box(x_min=0.25, y_min=0.25, x_max=0.75, y_max=0.75)], sampling=SAMPLING
+)
+EVERY_FACE = pb.GazeTask(max_faces=2, sampling=SAMPLING)
 SKILL = pb.SkillTask(
     name="query", arguments={"question": "what?"}, max_tokens=1, sampling=SAMPLING, text=TEXT
 )
@@ -168,6 +176,7 @@ CONSTRAINTS = [
 TASKS: list[dict[str, Any]] = [
     *({"query": QUERY}, {"caption": CAPTION}, {"point": POINT}),
     *({"detect": DETECT}, {"segment": SEGMENT}, {"skill": SKILL}),
+    {"gaze": EVERY_FACE},
 ]
 SHARED: dict[str, Any] = {"image": raw(), "options": OPTIONS}
 CONFIG = pb.FramesConfig(
@@ -208,6 +217,9 @@ VALID: dict[str, list[Message]] = {
         pb.DetectRequest(image=PART, detect=pb.DetectTask(objects=["cat"], tiles=TILES)),
     ],
     "VisionService/Segment": [pb.SegmentRequest(**SHARED, segment=SEGMENT)],
+    "VisionService/Gaze": [
+        pb.GazeRequest(**SHARED, gaze=task) for task in (EYES, FACES, EVERY_FACE)
+    ],
     "VisionService/Analyze": [
         pb.AnalyzeRequest(**SHARED, tasks=[pb.Task(key="mine", **task)]) for task in TASKS
     ],
@@ -219,6 +231,7 @@ VALID: dict[str, list[Message]] = {
     "VisionService/StreamPoint": [pb.PointRequest(**SHARED, point=POINT)],
     "VisionService/StreamDetect": [pb.DetectRequest(**SHARED, detect=DETECT)],
     "VisionService/StreamSegment": [pb.SegmentRequest(**SHARED, segment=SEGMENT)],
+    "VisionService/StreamGaze": [pb.GazeRequest(**SHARED, gaze=EYES)],
     "VisionService/StreamAnalyze": [
         pb.AnalyzeRequest(**SHARED, tasks=[pb.Task(key="mine", query=QUERY)])
     ],

@@ -232,6 +232,7 @@ async def test_the_model_service_answers_before_and_after_loading(serve):
         "point",
         "detect",
         "segment",
+        "gaze",
     ]
     assert (model.image_positions, model.context_positions) == (81, 300)
     got = await served.models.GetModel(model_service_pb2.GetModelRequest())

@@ -284,3 +284,10 @@ async def test_the_commands(kestrel, tmp_path):
     ):
         status, _, errors = await kestrel(*words)
         assert status != 0 and why in errors, (words, errors)
+
+
+async def test_a_gaze_takes_them_but_not_an_accurate_one(client):
+    result = await client.gaze(GIVEN, (0.25, 0.5))
+    assert result.gazes[0].target is not None and result.image_size == SIZE
+    with pytest.raises(InvalidArgumentError, match=r"gaze\.accurate: needs the image's pixels"):
+        await client.gaze(GIVEN, faces=(0, 0, 1, 1), accurate=True)

@@ -44,7 +44,7 @@ async def schemas(served: Served) -> dict[str, Any]:
 async def test_a_skill_says_what_it_takes(serve) -> None:
     served = await serve(skills=SkillRegistry([*SkillRegistry.default(), Undeclared()]))
     found = await schemas(served)
-    assert list(found) == ["query", "caption", "point", "detect", "segment", "undeclared"]
+    assert list(found) == ["query", "caption", "point", "detect", "segment", "gaze", "undeclared"]
     for skill, arguments, settings in (
         ("query", {"question": "what?", "reasoning": True}, {"max_reasoning_tokens": 2}),
         ("query", {"question": "what?", "history": [["a", "b"]]}, {"stop": ["."], "seed": 3}),

@@ -93,6 +93,7 @@ async def test_the_guides_skill_is_listed_and_refuses_well(serve, plugin):
         "point",
         "detect",
         "segment",
+        "gaze",
         "yes_no",
     ]
     told = await failure(served.vision.RunSkill(run("yes_no", {"question": " "})))

@@ -38,7 +38,14 @@ from ..connection import (
 )
 from ..drawing.marks import MaskFormat
 from ..errors import DeadlineExceededError, KestrelError
-from ..geometry import DetectedBox, DetectedPoint, SpatialRef, TilesInput
+from ..geometry import (
+    BoxInput,
+    DetectedBox,
+    DetectedPoint,
+    PointInput,
+    SpatialRef,
+    TilesInput,
+)
 from ..images.images import ImageHandle, ImageInput
 from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
 from ..values.counting import TokenCount
@@ -55,6 +62,7 @@ from ..values.description import (
 from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from ..values.results.base import Result
+from ..values.results.gazes import Gaze, GazeResult
 from ..values.results.named_skill import SkillResult
 from ..values.results.objects import DetectResult, PointResult
 from ..values.results.outline import SegmentResult
@@ -63,6 +71,7 @@ from ..values.tasks import (
     AnalyzeResult,
     CaptionTask,
     DetectTask,
+    GazeTask,
     ObjectNames,
     PointTask,
     QueryTask,
@@ -242,6 +251,26 @@ class AsyncKestrelClient(AsyncClosing):
         task = SegmentTask(objects, spatial_refs, mask, min_score, refine)
         return await self._channel.call(self._requests.task, image, task, options)
 
+    async def gaze(
+        self,
+        image: ImageInput,
+        eyes: PointInput | Sequence[PointInput] = (),
+        *,
+        faces: BoxInput | Sequence[BoxInput] = (),
+        max_faces: int | None = None,
+        accurate: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> GazeResult:
+        """Finds what people look at. Each gaze has an ``eye``, a ``face`` and a ``target``, which is None if the person
+        looks at something outside the image.
+
+        ``eyes``: the place of an eye, or up to 256 places. ``faces``: in place of eyes, a face or up to 256 faces;
+        default: all faces that the model finds, at most ``max_faces``. ``accurate``: looks 20 times for each face, and
+        takes the mean without outliers; not with ``eyes``.
+        """
+        task = GazeTask(eyes, faces, max_faces, accurate)
+        return await self._channel.call(self._requests.task, image, task, options)
+
     def stream_query(
         self,
         image: ImageInput | None,
@@ -316,6 +345,20 @@ class AsyncKestrelClient(AsyncClosing):
         """As ``segment``; the stream gives the model's box, then the commands of its path one by one. A refined outline
         comes with the result."""
         task = SegmentTask(objects, spatial_refs, mask, min_score, refine)
+        return self._channel.stream(self._requests.task, image, task, options)
+
+    def stream_gaze(
+        self,
+        image: ImageInput,
+        eyes: PointInput | Sequence[PointInput] = (),
+        *,
+        faces: BoxInput | Sequence[BoxInput] = (),
+        max_faces: int | None = None,
+        accurate: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> AsyncStream[GazeResult, DetectedBox | Gaze]:
+        """As ``gaze``; the stream gives each face that the model finds, and each gaze as soon as it is final."""
+        task = GazeTask(eyes, faces, max_faces, accurate)
         return self._channel.stream(self._requests.task, image, task, options)
 
     async def put_image(

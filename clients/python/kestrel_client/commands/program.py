@@ -16,6 +16,7 @@ COMMANDS = entries(
             "point": ("requests.skills", "find the centres of objects"),
             "detect": ("requests.skills", "find the bounding boxes of objects"),
             "segment": ("requests.skills", "outline an object"),
+            "gaze": ("requests.skills", "find what people look at"),
             "analyze": ("requests.analyze", "run several tasks on an image in one call"),
             "chat": ("requests.chat", "ask questions about one image, as a conversation"),
             "batch": ("batch.command", "run tasks on many images; can continue an interrupted run"),

@@ -1,4 +1,4 @@
-"""The events of a stream, read from the messages. Objects are DetectedPoint and DetectedBox."""
+"""The events of a stream, read from the messages. Objects are DetectedPoint and DetectedBox, gazes Gaze."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from .._pb.kestrel.v1 import vision_service_pb2
 from ..geometry import DetectedBox, DetectedPoint, from_detection
+from .results.gazes import Gaze, read_gaze
 from .results.text import TokenLogprob, read_token
 
 
@@ -41,7 +42,7 @@ class PathPiece:
     label: str = ""
 
 
-Event: TypeAlias = TextDelta | ReasoningDelta | DetectedPoint | DetectedBox | PathPiece
+Event: TypeAlias = TextDelta | ReasoningDelta | DetectedPoint | DetectedBox | PathPiece | Gaze
 
 
 def read_event(payload: object) -> Event | None:
@@ -56,5 +57,7 @@ def read_event(payload: object) -> Event | None:
             return PathPiece(payload.path, payload.output_tokens, payload.label)
         case vision_service_pb2.Detection():
             return from_detection(payload)
+        case vision_service_pb2.Gaze():
+            return read_gaze(payload)
         case _:
             return None

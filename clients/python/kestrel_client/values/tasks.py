@@ -9,13 +9,14 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, overlo
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..drawing.marks import Marks, MaskFormat
 from ..errors import InvalidRequestError, RpcError, from_rpc_status
-from ..geometry import ImageSize, SpatialRef, TilesInput
+from ..geometry import BoxInput, ImageSize, PointInput, SpatialRef, TilesInput
 from ..images.images import ImageInput
 from .constraint import Constraint
 from .events import Event, read_event
 from .plain import plain_fields, plain_value
 from .reading import read
 from .results.base import Result, Timings, Usage, info_fields
+from .results.gazes import GazeResult, gaze_result
 from .results.named_skill import SkillResult, skill_result
 from .results.objects import DetectResult, PointResult, detect_result, point_result
 from .results.outline import SegmentResult, segment_result
@@ -120,6 +121,16 @@ class SegmentTask(TaskOf[SegmentResult]):
 
 
 @dataclass(frozen=True, slots=True)
+class GazeTask(TaskOf[GazeResult]):
+    """As ``gaze``."""
+
+    eyes: PointInput | Sequence[PointInput] = ()
+    faces: BoxInput | Sequence[BoxInput] = ()
+    max_faces: int | None = None
+    accurate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SkillTask(TextTaskOf[SkillResult]):
     """As ``run_skill``."""
 
@@ -128,7 +139,9 @@ class SkillTask(TextTaskOf[SkillResult]):
     settings: Mapping[str, Any] | None = None
 
 
-Task: TypeAlias = QueryTask | CaptionTask | PointTask | DetectTask | SegmentTask | SkillTask
+Task: TypeAlias = (
+    QueryTask | CaptionTask | PointTask | DetectTask | SegmentTask | GazeTask | SkillTask
+)
 Tasks: TypeAlias = Sequence[Task] | Mapping[str, Task]
 """Tasks by position, or by your names for them: 1 to 128 visible ASCII characters."""
 Outcome: TypeAlias = Result | RpcError
@@ -286,6 +299,7 @@ _READERS: dict[type[Any], Callable[[Any, ImageInput | None], Result]] = {
     PointTask: point_result,
     DetectTask: detect_result,
     SegmentTask: segment_result,
+    GazeTask: gaze_result,
 }
 
 

@@ -62,8 +62,9 @@ class CallOptions(HandlingOptions, total=False):
     min_p: float | None
     """In [0, 1]: tokens whose probability is below this part of the largest one are not sampled."""
     max_tokens: int | None
-    """Largest number of tokens to generate, at least 1; for ``point``, ``detect`` and ``segment`` of each name.
-    Reasoning and answer each have this limit. A point takes 2 tokens and a box 3; an incomplete object is dropped."""
+    """Largest number of tokens to generate, at least 1; for ``point``, ``detect`` and ``segment`` of each name, for
+    ``gaze`` of each look. Reasoning and answer each have this limit. A point takes 2 tokens and a box 3; an incomplete
+    object is dropped."""
     seed: int | None
     """In [0, 2^63): the same seed and request give the same result."""
 

@@ -11,12 +11,13 @@ from google.protobuf.message import Message
 from ..._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ...errors import InvalidRequestError
-from ...geometry import to_spatial_refs, to_tiles
+from ...geometry import to_boxes, to_points, to_spatial_refs, to_tiles
 from ...values.reading import words
 from ...values.struct_values import to_struct
 from ...values.tasks import (
     CaptionTask,
     DetectTask,
+    GazeTask,
     PointTask,
     QueryTask,
     SegmentTask,
@@ -62,6 +63,7 @@ _SKILLS: dict[type[TaskOf[Any]], Skill] = {
     PointTask: Skill("Point", pb.PointRequest, pb.PointTask, "point", CallOptions),
     DetectTask: Skill("Detect", pb.DetectRequest, pb.DetectTask, "detect", CallOptions),
     SegmentTask: Skill("Segment", pb.SegmentRequest, pb.SegmentTask, "segment", CallOptions),
+    GazeTask: Skill("Gaze", pb.GazeRequest, pb.GazeTask, "gaze", CallOptions),
     SkillTask: Skill("RunSkill", pb.RunSkillRequest, pb.SkillTask, "skill", TextOptions),
 }
 
@@ -73,6 +75,8 @@ _CONVERTED: dict[str, Callable[[Any], Any]] = {
     "length": lambda length: choice("length", length, _CAPTION_LENGTHS),
     "objects": names_of,
     "tiles": to_tiles,
+    "eyes": lambda points: to_points("eyes", points),
+    "faces": lambda boxes: to_boxes("faces", boxes),
     "arguments": lambda values: to_struct("arguments", values),
     "settings": lambda values: to_struct("settings", values),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +160,22 @@ def add_save_flags(output: Any) -> None:
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(
-        parser.add_argument_group("request"), _REQUEST, COLOUR=_colour, region=_region, N=whole()
+        parser.add_argument_group("request"), _REQUEST, COLOUR=_colour, region=numbers(4), N=whole()
     )
 
 
-def _region(text: str) -> tuple[float, ...]:
-    numbers = tuple(map(number, text.split(",")))
-    if len(numbers) != 4:
-        raise ValueError("must be four numbers, like 0,0,0.5,0.5")
-    return numbers
+def numbers(count: int) -> Callable[[str], tuple[float, ...]]:
+    """A parser of so many numbers, with commas between."""
+
+    def parse(text: str) -> tuple[float, ...]:
+        read = tuple(map(number, text.split(",")))
+        if len(read) != count:
+            words = {2: "two", 4: "four"}
+            example = ",".join(["0", "0", "0.5", "0.5"][-count:])
+            raise ValueError(f"must be {words[count]} numbers, like {example}")
+        return read
+
+    return parse
 
 
 def tile_grid(text: str) -> tuple[int, int]:

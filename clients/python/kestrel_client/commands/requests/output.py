@@ -13,6 +13,8 @@ from kestrel_client import (
     DetectedBox,
     DetectedPoint,
     DetectResult,
+    Gaze,
+    GazeResult,
     ImageSize,
     Logprobs,
     ObjectSearch,
@@ -76,6 +78,8 @@ def event_dict(event: object) -> dict[str, Any]:
             }
         case DetectedPoint():
             return {"point": plain_value(event)}
+        case Gaze():
+            return {"gaze": plain_value(event)}
         case DetectedBox():
             return {"box": plain_value(event)}
     raise AssertionError(f"an unknown event {event!r}")
@@ -90,6 +94,8 @@ def print_event(event: object, *, labelled: bool = False) -> None:
             print(styled(event.text, "dim", sys.stdout), end="", flush=True)
         case PathPiece():
             print(event.path, flush=True)
+        case Gaze():
+            _print_gaze(event, None)
         case DetectedPoint() | DetectedBox():
             label = f"{event.label}: " if labelled else ""
             print(f"{label}{_place(event, None)}", flush=True)
@@ -101,6 +107,9 @@ def print_result(result: Result) -> None:
             _print_answers(result.answers, result.abstained)
         case CaptionResult():
             _print_answers(result.captions, False)
+        case GazeResult():
+            for gaze in result:
+                _print_gaze(gaze, result.image_size)
         case PointResult() | DetectResult() | SegmentResult():
             several = len(result.searches) > 1
             for search in result.searches:
@@ -133,6 +142,13 @@ def _print_object(found: DetectedPoint | DetectedBox | Segment, size: ImageSize)
         print(_place(found, size))
 
 
+def _print_gaze(gaze: Gaze, size: ImageSize | None) -> None:
+    target = "none"
+    if gaze.target is not None:
+        target = _place(DetectedPoint(gaze.target.x, gaze.target.y, "", gaze.score), size)
+    print(f"from {gaze.eye.x:.4f} {gaze.eye.y:.4f}: {target}", flush=True)
+
+
 def print_logprobs(logprobs: Logprobs | None) -> None:
     """Prints a line for each token, and one for the whole text."""
     if logprobs is None:
@@ -161,6 +177,15 @@ def print_nothing(result: Result) -> None:
         for segment in result:
             if segment.parse_error is not None:
                 print(f"the outline cannot be parsed: {segment.parse_error}", file=sys.stderr)
+    if isinstance(result, GazeResult):
+        if result.search is not None and not result.gazes:
+            print(f"no face found{_absence(result.search)}", file=sys.stderr)
+        for gaze in result:
+            if gaze.target is None and gaze.absence is not None and gaze.finish_reason == "stop":
+                where = f"the gaze from {gaze.eye.x:.4f} {gaze.eye.y:.4f}"
+                print(
+                    f"{where} leaves the image with probability {gaze.absence:.3f}", file=sys.stderr
+                )
     if result.finish_reason == "length":
         print("a limit was reached; the result may be incomplete", file=sys.stderr)
 

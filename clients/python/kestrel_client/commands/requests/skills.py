@@ -1,4 +1,4 @@
-"""``query``, ``caption``, ``point``, ``detect``, ``segment``: one request per image to a running server."""
+"""``query``, ``caption``, ``point``, ``detect``, ``segment``, ``gaze``: one request per image to a running server."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from .flags import (
     add_request_flags,
     add_sampling_flags,
     add_save_flags,
+    numbers,
     object_options,
     question_options,
     request_options,
@@ -41,11 +42,20 @@ from .output import Output, event_dict, print_event, print_logprobs, print_nothi
 
 _LENGTHS = ("short", "normal", "long")
 _TEXT_COMMANDS = ("query", "caption")
-_OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]"}
+_OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]", "gaze": ""}
 
 ESSENTIAL = (
     *("--object", "--reasoning", "--temperature", "--max-tokens", "--max-objects"),
-    *("--min-score", "--tiles", "--json-schema", "--stream", "--json", "--save"),
+    *(
+        "--min-score",
+        "--tiles",
+        "--eye",
+        "--accurate",
+        "--json-schema",
+        "--stream",
+        "--json",
+        "--save",
+    ),
     *("--model", "--region", "--server"),
 )
 
@@ -62,6 +72,12 @@ _DETECT = "--max-overlap PART  of two boxes that overlap more, keep the box with
 _SEGMENT = """
     --mask {none,svg,png,rle,polygons}  mask to request in addition to the outline; --json prints it [=none]
     --coarse  give the model's own outline, which a refiner would sharpen
+"""
+_GAZE = """
+    --eye X,Y...      place of an eye, as fractions of the image; may be given several times [the centre of each face]
+    --face X0,Y0,X1,Y1...  edges of a face; may be given several times [all faces that the model finds]
+    --max-faces N     limit on the number of faces that the model finds, at most 256 [the server's]
+    --accurate        look 20 times for each face, and take the mean without outliers
 """
 _SAMPLES = "--samples N  generate N answers, at most 16, with the seeds SEED, SEED+1 and so on [1]"
 _OUTPUT = """
@@ -92,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 _EPILOGS = {
     "query": "The last word is the question. Without an image the model answers from the text alone.",
     "caption": "The last word may be the length: short, normal (the default) or long.",
+    "gaze": "A target of none means that the person looks at something outside the image.",
     **dict.fromkeys(
         ("point", "detect", "segment"), 'The last word names the object to find, like "red circle".'
     ),
@@ -106,6 +123,8 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
         add_flags(parser, _LENGTH)
     elif command == "segment":
         add_flags(parser, _SEGMENT)
+    elif command == "gaze":
+        add_flags(parser, _GAZE, eye=numbers(2), face=numbers(4), N=whole(1, 256))
     else:
         parser.add_argument(
             "--object",
@@ -117,7 +136,7 @@ def _add_own(parser: argparse.ArgumentParser, command: str) -> None:
         add_flags(parser, _OBJECTS, N=whole(), RxC=tile_grid, PART=number)
     if command == "detect":
         add_flags(parser, _DETECT, PART=number)
-    if command not in _TEXT_COMMANDS:
+    if command not in (*_TEXT_COMMANDS, "gaze"):
         add_min_score_flag(parser)
 
 
@@ -162,6 +181,8 @@ def _words(args: argparse.Namespace) -> tuple[list[str], str | list[str]]:
     if getattr(args, "objects", None):
         images, word = words, args.objects
         usage = f"{program} {command} IMAGE --object NAME"
+    elif command == "gaze":
+        images, word = words, []
     elif command != "caption":
         what = "question" if command == "query" else "object"
         images, word = split_words(words, what, usage)
@@ -187,6 +208,9 @@ def _arguments(args: argparse.Namespace, word: str | list[str]) -> tuple[list[An
         return [word], {**options, **question_options(args)}
     if args.command == "caption":
         return [word], options
+    if args.command == "gaze":
+        own = {"faces": args.face or (), "max_faces": args.max_faces, "accurate": args.accurate}
+        return [args.eye or ()], {**options, **own}
     if args.command == "segment":
         own = {"mask": args.mask, "refine": False if args.coarse else None}
         return [word], {**options, **own, "min_score": args.min_score}

@@ -61,6 +61,11 @@ class VisionServiceStub:
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentResponse.FromString,
                 _registered_method=True)
+        self.Gaze = channel.unary_unary(
+                '/kestrel.v1.VisionService/Gaze',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.FromString,
+                _registered_method=True)
         self.StreamQuery = channel.unary_stream(
                 '/kestrel.v1.VisionService/StreamQuery',
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.QueryRequest.SerializeToString,
@@ -85,6 +90,11 @@ class VisionServiceStub:
                 '/kestrel.v1.VisionService/StreamSegment',
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.FromString,
+                _registered_method=True)
+        self.StreamGaze = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamGaze',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamGazeResponse.FromString,
                 _registered_method=True)
         self.Analyze = channel.unary_unary(
                 '/kestrel.v1.VisionService/Analyze',
@@ -167,6 +177,13 @@ class VisionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Gaze(self, request, context):
+        """Finds what people look at: of an eye, of a face, or of every face.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StreamQuery(self, request, context):
         """Query, with the text as it is generated.
         """
@@ -197,6 +214,13 @@ class VisionServiceServicer:
 
     def StreamSegment(self, request, context):
         """Segment, with the model's box first and then its path, piece by piece. The refined outline comes with the result.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamGaze(self, request, context):
+        """Gaze, with each face and each gaze as soon as it is found.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,6 +318,11 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentResponse.SerializeToString,
             ),
+            'Gaze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Gaze,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.SerializeToString,
+            ),
             'StreamQuery': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamQuery,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.QueryRequest.FromString,
@@ -318,6 +347,11 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     servicer.StreamSegment,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.SerializeToString,
+            ),
+            'StreamGaze': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamGaze,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamGazeResponse.SerializeToString,
             ),
             'Analyze': grpc.unary_unary_rpc_method_handler(
                     servicer.Analyze,
@@ -507,6 +541,33 @@ class VisionService:
             _registered_method=True)
 
     @staticmethod
+    def Gaze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.VisionService/Gaze',
+            kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def StreamQuery(request,
             target,
             options=(),
@@ -631,6 +692,33 @@ class VisionService:
             '/kestrel.v1.VisionService/StreamSegment',
             kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.StreamSegmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamGaze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/StreamGaze',
+            kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamGazeResponse.FromString,
             options,
             channel_credentials,
             insecure,
