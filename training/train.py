@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,9 +25,8 @@ from torch.utils.data import DataLoader
 
 from training.crops import crops
 from training.domains.picture import Picture
-from training.export import export
 from training.judging import engine_config, figures_of, gallery, held_out, judge, table
-from training.kestrel_small import CONFIG
+from training.kestrel_small import CONFIG, export
 from training.learning import checkpoints
 from training.learning.batches import Batch, Steps
 from training.learning.graphs import Graphs
@@ -101,11 +99,8 @@ class Trainer:
         if world > 1:
             for tensor in (*self.model.tensors.values(), *self.helper.state_dict().values()):
                 dist.broadcast(tensor.detach(), 0)
-        self.average = (
-            {name: t.detach().clone() for name, t in self.model.tensors.items()}
-            if rank == 0
-            else {}
-        )
+        followed = self.model.tensors if rank == 0 else {}
+        self.average = {name: t.detach().clone() for name, t in followed.items()}
         if not args.eager:
             self.model.compile()
         torch.manual_seed(args.seed * 1000 + rank)
@@ -164,7 +159,7 @@ def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[Batch]:
 
 
 def report(trainer: Trainer, examples: list[tuple[str, Picture]]) -> None:
-    began, out = time.monotonic(), trainer.args.out
+    out = trainer.args.out
     with TemporaryDirectory() as folder:
         export(trainer.average, Path(folder))
         torch.cuda.empty_cache()
@@ -174,7 +169,6 @@ def report(trainer: Trainer, examples: list[tuple[str, Picture]]) -> None:
     (out / "figures.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
     print(table(figures), flush=True)
     gallery(judged).save(out / "gallery.png")
-    print(f"figures took {time.monotonic() - began:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -194,7 +188,6 @@ def main() -> None:
     data = batches(args, rank, world)
     trainer = Trainer(args, world, rank, device)
     examples = held_out(args.judge) if rank == 0 and args.judge else []
-    random.seed(args.seed)
     began = mark = time.monotonic()
     saved, seen, done, spent, sums = 0.0, 0, 0, 0.0, dict[str, Tensor]()  # spent: minutes
     for step in range(args.max_steps):

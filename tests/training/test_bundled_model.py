@@ -17,7 +17,7 @@ from kestrel_engine.types.model_config import parse_model_config
 from training.learning.model import Learner, prompt_mask
 from training.prompts import COORD, SIZE, Prompt, PromptWriter
 from training.scenes.evaluation_set import encode, example
-from training.scenes.tiling import TINY
+from training.scenes.scenes import TINY
 
 PAGE = 5
 GREEDY = {"temperature": 0.0}

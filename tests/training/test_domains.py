@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from training.camera import turn
 from training.domains.charts import questions as charts
 from training.domains.charts.plotted import plot
 from training.domains.charts.tables import make_table
@@ -20,7 +21,6 @@ from training.domains.screens import questions as screens
 from training.domains.shapes.draw import _grid_scene, draw_with_pillow
 from training.domains.text.fonts import file_of
 from training.domains.text.page import Page
-from training.domains.turning import turn
 from training.mixture import draw_picture
 from training.scenes.scenes import draw_scene
 

@@ -13,11 +13,11 @@ from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.preprocess.crops import prepare, select_tiling
 from kestrel_engine.preprocess.decoding.images import open_image
+from training.camera import spoil
 from training.crops import crops
 from training.domains.picture import Ask, Picture
-from training.export import export
 from training.judging import distance, engine_config, gallery, judge, score
-from training.kestrel_small import CONFIG, TOKENIZER_FILE
+from training.kestrel_small import CONFIG, TOKENIZER_FILE, export
 from training.learning import checkpoints
 from training.learning.batches import (
     CHARACTERS,
@@ -32,7 +32,6 @@ from training.learning.losses import PageHelper
 from training.learning.model import Learner
 from training.mixture import draw_picture
 from training.prompts import COORD, SIZE, opening, write, writer
-from training.spoiling import spoil
 
 GRID = CONFIG.vision.grid
 RESUME = Path(__file__).parents[2] / "training" / "resume"

@@ -15,14 +15,13 @@ from torch.utils.data import Dataset
 
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
+from training.camera import spoil, turn
 from training.domains.picture import Picture
-from training.domains.turning import turn_some
 from training.kestrel_small import CONFIG
-from training.mixture import TURNED, draw_domain, draw_picture, draw_size, images_of
+from training.mixture import MOST_TURN, TURNED, draw_domain, draw_picture, draw_size, images_of
 from training.prompts import COORD, SIZE, write
 from training.scenes.vocabulary import COLOURS, SHAPES
 from training.sources import icon_names
-from training.spoiling import spoil
 
 SKILL_WEIGHTS = {  # of the losses of their answers
     "query": 1.0, "reasoning": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.7, "caption": 0.6
@@ -155,9 +154,9 @@ class Steps(Dataset[Batch]):
         pictures: list[Picture] = []
         while len(pictures) < images_of(size, self.images):
             try:
-                picture = turn_some(
-                    rng, draw_picture(rng, draw_domain(rng, progress), size), TURNED
-                )
+                picture = draw_picture(rng, draw_domain(rng, progress), size)
+                if rng.random() < TURNED:
+                    picture = turn(picture, rng.uniform(-MOST_TURN, MOST_TURN))
                 pictures.append(replace(picture, pixels=spoil(rng, picture.pixels)))
             except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
                 print(f"step {step}: a picture of {size} failed: {error!r}", flush=True)

@@ -1,6 +1,6 @@
 """Scenes as plain data, and the rules for random scenes.
 
-Sizes are in pixels of the image. "The view" means the model's view (``training.scenes.tiling.View``): the tiled
+Sizes are in pixels of the image. "The view" means the model's view (``View``): the tiled
 stretch and the global crop. Every rule that keeps questions fair refers to the view.
 """
 
@@ -12,8 +12,9 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
+from kestrel_engine.preprocess.crops import select_tiling
+from kestrel_engine.types.model_config import VisionConfig
 from training.scenes.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
-from training.scenes.tiling import View
 from training.scenes.vocabulary import (
     COLOUR_RANGES,
     COLOURS,
@@ -34,6 +35,23 @@ MIN_PERIOD_PX = 7.0  # of stripes, likewise
 MIN_CONTRAST = 0.3  # RGB distance to the background, colours in 0..1
 CENTRE_GAP = 0.022  # least difference of two centres' x, as a share of the width
 MIN_SIZE_RATIO = 1.15  # "largest" and "bigger" need this much
+TINY = VisionConfig(enc_patch_size=14, crop_size=252, overlap_margin=2, max_crops=6)
+
+
+@dataclass(frozen=True)
+class View:
+    """An image's size, and the pixels of the tiled view and of the global crop per image pixel, x and y."""
+
+    width: int
+    height: int
+    tiled_scale: tuple[float, float]
+    global_scale: tuple[float, float]
+
+    @classmethod
+    def of(cls, width: int, height: int) -> View:
+        window, side = TINY.crop_window, TINY.crop_size
+        down, across = (window * (n - 1) + side for n in select_tiling(width, height, TINY))
+        return cls(width, height, (across / width, down / height), (side / width, side / height))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from training.scenes.scenes import (
     MAX_OVERLAP,
     MIN_GLOBAL_PX,
     MIN_VIEW_PX,
+    TINY,
     Scene,
     draw_scene,
     draw_size,
     overlap_share,
 )
-from training.scenes.tiling import TINY
 from training.scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
 
 
