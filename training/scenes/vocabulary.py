@@ -39,19 +39,10 @@ STYLES: tuple[str, ...] = ("solid", "outlined", "striped")
 STYLE_WORDS = (("solid", "filled", "plain"), ("outlined", "hollow"), ("striped",))
 
 # Pairs (colour, shape) that no training image and no training text contains.
+_HELD_OUT = "purple star|green heart|orange cross|blue crescent|yellow arrow|pink diamond"
 HELD_OUT = frozenset(
     (COLOURS.index(colour), SHAPES.index(shape))
-    for colour, shape in map(
-        str.split,
-        (
-            "purple star",
-            "green heart",
-            "orange cross",
-            "blue crescent",
-            "yellow arrow",
-            "pink diamond",
-        ),
-    )
+    for colour, shape in map(str.split, _HELD_OUT.split("|"))
 )
 
 # Words a user may say instead; (singular, plural).

@@ -12,7 +12,7 @@ from training.domains.charts.questions import ask_about, readable
 from training.domains.charts.questions import number as number_text
 from training.domains.charts.tables import make_table
 from training.domains.drawn import open_drawings
-from training.domains.phrasing import absent_object, off_topic, read
+from training.domains.phrasing import absent_object, read
 from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order
 
 
@@ -21,21 +21,17 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     table = {"library": "matplotlib", **make_table(rng)}
     shown = plot(rng, table, width, height, held)
     asks = ask_about(rng, table, "charts", exact=held)
-    asks += _places(rng, table, shown, width)
+    asks += [*_places(rng, table, shown, width), absent_object(rng)]
     label = "grouped bar" if table["kind"] == "bar" and len(shown.boxes) > 1 else table["kind"]
     marks = [Mark(box, label) for row in shown.boxes for box in row]
-    return Picture(shown.pixels, _some(rng, asks), marks, shown.characters, complete=False)
+    return Picture(shown.pixels, asks, marks, shown.characters, complete=False)
 
 
 def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     archive = open_drawings("held/charts.zip" if held else "charts.zip", "charts.json")
     pixels, table, _ = archive.place(rng, width, height)
-    asks = ask_about(rng, table, "webcharts", exact=held)
-    return Picture(pixels, _some(rng, asks), complete=False)
-
-
-def _some(rng: random.Random, asks: list[Ask]) -> list[Ask]:
-    return [*asks, off_topic(rng) if rng.random() < 0.2 else absent_object(rng)]
+    asks = [*ask_about(rng, table, "webcharts", exact=held), absent_object(rng)]
+    return Picture(pixels, asks, complete=False)
 
 
 def _places(rng: random.Random, table: dict[str, Any], shown: Plotted, width: int) -> list[Ask]:

@@ -127,28 +127,6 @@ def _this(rng: random.Random, icons: list[_Icon]) -> Ask:
     return replace(tell(rng, "icons name", ways, icon.name), refs=(ref,))
 
 
-def _beside(rng: random.Random, icons: list[_Icon]) -> Ask | None:
-    """What stands next to an icon in its row or column?"""
-    icon = rng.choice(icons)
-    if sum(other.name == icon.name for other in icons) > 1:
-        return None
-    directions = (("right of", 0, 1), ("left of", 0, -1), ("below", 1, 1), ("above", 1, -1))
-    words, axis, sign = rng.choice(directions)
-    at = centre(icon.box)
-    side = icon.box[2] - icon.box[0] + icon.box[3] - icon.box[1]
-    near = []
-    for other in icons:
-        to = centre(other.box)
-        ahead = sign * (to[axis] - at[axis])
-        if ahead > 0 and abs(to[1 - axis] - at[1 - axis]) < 0.2 * side:
-            near.append((ahead, other))
-    nearest, found = min(near, key=lambda pair: pair[0], default=(math.inf, icon))
-    if nearest > 3 * side:
-        return None
-    ways = "Which icon is {w} the {n}?|What is {w} the {n} icon?|What icon is directly {w} the {n}?"
-    return tell(rng, "icons beside", ways, found.name, w=words, n=icon.name)
-
-
 def _amounts(rng: random.Random, icons: list[_Icon]) -> list[Ask]:
     name = rng.choice(icons).name
     count = sum(icon.name == name for icon in icons)
@@ -216,9 +194,6 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     asks = [_seek(rng, icons, skill, width) for skill in ("detect", "point")]
     asks += [_this(rng, icons) for _ in range(4)]
     asks += [_seek(rng, icons, "point", width), *_amounts(rng, icons), _caption(icons, width)]
-    beside = _beside(rng, icons) if len(icons) > 1 else None
-    if beside:
-        asks.append(beside)
     asks.append(off_topic(rng) if rng.random() < 0.3 else absent_object(rng))
     marks = [Mark(icon.box, icon.name) for icon in icons]
     return Picture(np.asarray(page.image), asks, marks, page.characters)

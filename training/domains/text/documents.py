@@ -32,15 +32,14 @@ def lines(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
         font = draw_font(rng, held)
         size = draw_font_size(rng, width, height)
         text = w.phrase(rng, rng.choice((1, 1, 2, 3, 4, 6)))
-        spacing = rng.uniform(0, 0.25) * size if rng.random() < 0.1 else 0.0
-        size = fit(text, font, size, (width - 8) / (1 + spacing / size))
-        wide = width_of(text, font, size, spacing)
+        size = fit(text, font, size, width - 8)
+        wide = width_of(text, font, size)
         low = y + 1.15 * size
         if low > height - 0.35 * size or wide > width - 4 or size < 8:
             break
         y = rng.uniform(low, min(height - 0.35 * size, low + 0.5 * height))
         x = rng.uniform(2, width - 2 - wide)
-        page.put(x, y, text, font, size, ink_for(rng, ground), spacing)
+        page.put(x, y, text, font, size, ink_for(rng, ground))
         y += 0.4 * size
     return page, []
 

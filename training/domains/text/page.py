@@ -38,10 +38,8 @@ class Page:
     def size(self) -> tuple[int, int]:
         return self.image.size
 
-    def put(
-        self, x: float, y: float, text: str, font: str, size: int, ink: Rgb, spacing: float = 0.0
-    ) -> Line:
-        """Write ``text`` with its left end at x and its baseline at y; spacing: added after each character."""
+    def put(self, x: float, y: float, text: str, font: str, size: int, ink: Rgb) -> Line:
+        """Write ``text`` with its left end at x and its baseline at y."""
         face = load(font, size)
         words: list[Word] = []
         at, start, begun = x, x, ""
@@ -54,17 +52,10 @@ class Page:
                 self.characters.append((at + advance(font, size, c) / 2, middle, c))
             elif begun:
                 left, top, right, bottom = face.getbbox(begun, anchor="ls")
-                right += spacing * (len(begun) - 1)
                 words.append(Word(begun, (start + left, y + top, start + right, y + bottom)))
                 begun = ""
-            at += advance(font, size, c) + spacing
-        if spacing:
-            at = x
-            for c in text:
-                self.pen.text((at, y), c, ink, face, anchor="ls")
-                at += advance(font, size, c) + spacing
-        else:
-            self.pen.text((x, y), text, ink, face, anchor="ls")
+            at += advance(font, size, c)
+        self.pen.text((x, y), text, ink, face, anchor="ls")
         line = Line(text, _around([w.box for w in words]), tuple(words), size)
         self.lines.append(line)
         return line
@@ -76,8 +67,8 @@ def _around(boxes: list[Box]) -> Box:
     )  # fmt: skip
 
 
-def width_of(text: str, font: str, size: int, spacing: float = 0.0) -> float:
-    return sum(advance(font, size, c) + spacing for c in text)
+def width_of(text: str, font: str, size: int) -> float:
+    return sum(advance(font, size, c) for c in text)
 
 
 def fit(text: str, font: str, size: int, room: float) -> int:
