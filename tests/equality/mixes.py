@@ -79,6 +79,7 @@ REFERRING = (
         system="Be brief.",
         presupposes=("sign",),
     ),
+    ask("gaze", "square_378", settings={}, eye=(0.3, 0.7)),
 )
 PAIR = ("square_378", "gray_640x480")
 SEVERAL = (

@@ -42,7 +42,7 @@ from .output import Output, event_dict, print_event, print_logprobs, print_nothi
 
 _LENGTHS = ("short", "normal", "long")
 _TEXT_COMMANDS = ("query", "caption")
-_OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]", "gaze": ""}
+_OWN_WORD = {"query": "QUESTION", "caption": "[short|normal|long]", "gaze": "[--eye X,Y]"}
 
 ESSENTIAL = (
     *("--object", "--reasoning", "--temperature", "--max-tokens", "--max-objects"),
