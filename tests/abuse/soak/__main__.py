@@ -32,7 +32,8 @@ from typing import Any
 import grpc
 import psutil
 
-from benchmarks.reports.report import Report, benchmark_parser, median, quantile
+from benchmarks.reports.program import Program
+from benchmarks.reports.report import Report, median, quantile
 from benchmarks.traffic.processes import ChildProcess, ServerProcess
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -299,7 +300,7 @@ def _judge_end(report: Report, server: Server, receiver: SpanReceiver, statistic
 def main(
     arguments: list[str] | None = None, start: type[subprocess.Popen[Any]] = subprocess.Popen
 ) -> Report:
-    parser = benchmark_parser("soak", __doc__)
+    parser = Program("soak", __doc__).parser
     how_long = parser.add_mutually_exclusive_group()
     how_long.add_argument("--minutes", type=float, default=30.0)
     how_long.add_argument("--seconds", type=float)
