@@ -10,7 +10,7 @@ const CHARACTERS = 32;
 export async function digestOf({ source }: Image): Promise<string> {
   if (source.case === "imageId") return source.value;
   if (source.case === undefined) return "";
-  const digest = await sha256(source.case === "encoded" ? source.value : withShape(source.value));
+  const digest = await sha256(source.case === "encoded" ? source.value : withHead(source));
   return Array.from(digest ?? [], (byte) => byte.toString(16).padStart(2, "0"))
     .join("")
     .slice(0, CHARACTERS);
@@ -22,10 +22,11 @@ export async function sha256(bytes: Uint8Array): Promise<Uint8Array<ArrayBuffer>
   return subtle && new Uint8Array(await subtle.digest("SHA-256", bytes as Uint8Array<ArrayBuffer>));
 }
 
-function withShape(raw: { data: Uint8Array; width: number; height: number; format: number }): Uint8Array {
-  const shape = new TextEncoder().encode(`${raw.width}x${raw.height}:${raw.format}:`);
-  const whole = new Uint8Array(shape.length + raw.data.length);
-  whole.set(shape);
-  whole.set(raw.data, shape.length);
+function withHead({ case: kind, value }: Extract<Image["source"], { case: "raw" | "features" }>): Uint8Array {
+  const text = kind === "raw" ? `${value.width}x${value.height}:${value.format}:` : "features:";
+  const head = new TextEncoder().encode(text);
+  const whole = new Uint8Array(head.length + value.data.length);
+  whole.set(head);
+  whole.set(value.data, head.length);
   return whole;
 }
