@@ -84,6 +84,8 @@ for (const [name, client] of [
       );
       const part = await client.query(IMAGE, QUESTION, { region: { xMin: 0, yMin: 0, xMax: 0.5, yMax: 0.5 } });
       assert.ok(part.answer);
+      const quick = await client.query(IMAGE, QUESTION, { maxCrops: 1 });
+      assert.equal(quick.info?.images[0]?.numCrops, 1);
       const none = await client.query(IMAGE, "What colour is the dog?", { presupposes: ["dog"], maxAbsence: 0 });
       assert.equal(none.abstained, true);
       const thought = await client.query(IMAGE, QUESTION, { reasoning: true, maxReasoningTokens: 3 });

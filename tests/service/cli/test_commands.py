@@ -130,6 +130,18 @@ def test_regions_and_tiles(server):
         assert why in ask(server, "point", IMAGE, "cat", *flags).stderr
 
 
+def test_a_budget_limits_the_crops(server):
+    for flags, crops in ((), 5), (["--max-crops", 0], 5), (["--max-crops", 1], 1):
+        found = json.loads(ask(server, "query", IMAGE, "How many?", *flags, "--json").stdout)
+        assert found["num_crops"] == crops
+        embedded = json.loads(ask(server, "embed", IMAGE, "--crops", *flags).stdout)
+        assert embedded["num_crops"] == len(embedded["crops"]) == crops
+    above = ask(server, "query", IMAGE, "How many?", "--max-crops", 7).stderr
+    assert "max_crops: is 7; must be from 1 to 6" in above
+    below = ask(server, "query", IMAGE, "How many?", "--max-crops", "-1").stderr
+    assert "--max-crops: '-1': must be a whole number" in below
+
+
 def test_several_objects_are_found_in_one_call(server):
     words = ["detect", IMAGE, "--object", "green crescent", "--object", "red circle"]
     alone = ask(server, "detect", IMAGE, "green crescent").stdout

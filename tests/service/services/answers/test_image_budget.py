@@ -44,6 +44,7 @@ def requests(seen):
         "Segment": pb.SegmentRequest(image=seen, segment=pb.SegmentTask(objects=["cat"])),
         "Analyze": pb.AnalyzeRequest(image=seen, tasks=tasks),
         "RunSkill": pb.RunSkillRequest(image=seen, skill=task),
+        "Gaze": pb.GazeRequest(image=seen, gaze=pb.GazeTask(eyes=[common_pb2.Point(x=0.5)])),
         "Embed": pb.EmbedRequest(image=seen),
     }
 
