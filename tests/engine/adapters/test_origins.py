@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import logging
 import shutil
@@ -335,7 +336,7 @@ async def test_what_the_tuning_api_does_wrong(
 ) -> None:
     api.files[FINE_TUNE] = content(1)
     for name, value in state.items():
-        setattr(api, name, value)
+        setattr(api, name, copy.deepcopy(value))  # The stand-in takes from its lists.
     library = make()
     with pytest.raises(kind, match=words) as told:
         await library.acquire(FINE_TUNE)
