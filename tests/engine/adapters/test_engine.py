@@ -19,7 +19,9 @@ from kestrel_engine import (
     AdapterUnfit,
     ConfigError,
     EngineResult,
+    ImageFeatures,
     InferenceEngine,
+    InvalidRequest,
     LoRA,
     RuntimeConfig,
     TextLoRAConfig,
@@ -138,6 +140,32 @@ async def test_embeddings_are_those_of_the_adapter(
     torch.testing.assert_close(torch.tensor(sight["crops"]), crops, rtol=1e-3, atol=1e-4)
     assert np.array_equal(text["image"], plain["image"])
     assert not np.allclose(sight["image"], plain["image"], atol=1e-2)
+
+
+async def test_features_of_an_adapter_stand_for_the_image_with_this_adapter(folder: Path) -> None:
+    arguments = {"question": "What is in this picture?"}
+
+    async def answer(image: object, adapter: str | None) -> tuple[int, ...]:
+        stream = await engine.submit(
+            "query", image, arguments, {"temperature": 0.0, "max_tokens": 8}, adapter=adapter
+        )
+        return (await stream.result()).token_ids
+
+    async with await InferenceEngine.create(RuntimeConfig(adapters_dir=folder)) as engine:
+        sent = {}
+        for name in ("sight", "two@7", None):
+            stream = await engine.submit("embed", IMAGE, {"pooling": "none"}, adapter=name)
+            array = (result := await stream.result()).output["image"]
+            sent[name] = ImageFeatures(
+                array.tobytes(), *array.shape, *result.image_size, name or ""
+            )
+            expected = await answer(IMAGE, name)
+            await engine.flush_caches()
+            assert await answer(sent[name], name) == expected, name
+        for made_with, used in (("sight", None), (None, "sight"), ("two@7", "sight")):
+            with pytest.raises(InvalidRequest, match=r"image\.features\.adapter: was made with"):
+                await answer(sent[made_with], used)
+        assert await answer(sent[None], "two@7")  # It changes the text only.
 
 
 async def test_an_error_fails_its_request_alone(folder: Path) -> None:
