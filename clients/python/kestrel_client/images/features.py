@@ -47,7 +47,8 @@ class ImageFeatures:
                 f"not {dtype or type(array).__name__} of shape {list(shape)}"
             )
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        return cls(little.tobytes(), *shape, ImageSize(*size), adapter)
+        rows, dimensions = shape
+        return cls(little.tobytes(), rows, dimensions, ImageSize(*size), adapter)
 
 
 def features_of(image: object) -> ImageFeatures | None:

@@ -69,10 +69,11 @@ def run(args: argparse.Namespace) -> int:
         return True
 
     status = ask_each(args, inputs, embed)
-    if as_features and found:
-        write_features(Path(args.save), next(iter(found.values())).features)
-    elif args.save is not None and found:
-        _save(Path(args.save), found)
+    if args.save is not None and found:
+        if as_features:
+            write_features(Path(args.save), next(iter(found.values())).features)
+        else:
+            _save(Path(args.save), found)
     return status
 
 
