@@ -179,8 +179,9 @@ def to_boxes(name: str, boxes: BoxInput | Sequence[BoxInput]) -> list[common_pb2
 
 
 def _only(name: str, given: Any, kind: str) -> list[common_pb2.SpatialRef]:
+    one: object = given  # pyright would take `given` for a Point or a Box from here on.
     try:
-        is_one = isinstance(given, (Point, Box)) or isinstance(given[0], (int, float))
+        is_one = isinstance(one, (Point, Box)) or isinstance(given[0], (int, float))
     except (TypeError, LookupError):
         is_one = False
     try:

@@ -40,7 +40,8 @@ class ImageFeatures:
     def from_array(cls, array: Any, size: tuple[int, int], adapter: str = "") -> ImageFeatures:
         """``array``: [patches, dimensions] of numpy, float32 or float16. ``size``: width and height of the image.
         Raises InvalidImageError."""
-        shape, dtype = tuple(getattr(array, "shape", ())), str(getattr(array, "dtype", ""))
+        shape: Any = getattr(array, "shape", ())
+        dtype = str(getattr(array, "dtype", ""))
         if len(shape) != 2 or dtype not in _BYTES:
             raise InvalidImageError(
                 "features must be a float32 or float16 array of shape [patches, dimensions], "
