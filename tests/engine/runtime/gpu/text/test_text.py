@@ -172,7 +172,7 @@ def test_weights_in_four_bits(family, whole, few, monkeypatch):
         config = replace(config, text=replace(config.text, ff_dim=64, moe=moe))
     pair = Pair.of(config, in_four_bits(random_tensors(config)))
     kept = {
-        linear.weight.dtype for layer in pair.fused._layers for linear in (layer.proj, layer.writes)
+        linear.weight.dtype for layer in pair.fused.layers for linear in (layer.proj, layer.writes)
     }
     assert kept == {torch.uint8} if whole else torch.float32 in kept
     torch.manual_seed(1)
