@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from .early_kernels import EarlyKernels
 
 logger = logging.getLogger(__name__)
+FLASHINFER_HEADS = (64, 128, 256)
+"""Head sizes for which FlashInfer merges the parts of a split sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,10 @@ def _build(
         opened = open_model(config, progress=progress)
         early = _early_kernels(config, opened.config, running)
     model = opened.config
+    if config.attention == "flashinfer" and model.text.head_dim not in FLASHINFER_HEADS:
+        raise ConfigError(
+            "attention", "flashinfer", f"has no kernels for heads of {model.text.head_dim} values"
+        )
     scales = kv_scales_of(config, opened, device, dtype, kernels)
     slabs = None
     if kernels and (lora is not None or origins is not None):

@@ -48,9 +48,12 @@ RAW = {
 MOE = {"num_experts": 6, "start_layer": 1, "experts_per_token": 2, "expert_inner_dim": 32}
 
 
-def small_model(family: str, *, seed: int = 0) -> tuple[ModelConfig, dict[str, Tensor]]:
+def small_model(
+    family: str, *, seed: int = 0, heads: int = 2
+) -> tuple[ModelConfig, dict[str, Tensor]]:
     """``family``: "moondream2" or "moondream3"."""
     raw = {key: dict(value) for key, value in RAW.items()}
+    raw["text"] |= {"n_heads": heads, "n_kv_heads": heads}
     if family == "moondream3":
         raw["text"] |= {"tau_attn": True, "moe": MOE}
     config = parse_model_config({"config": raw}, family=family)
