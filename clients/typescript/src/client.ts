@@ -31,6 +31,7 @@ import {
   type CaptionRequest,
   type CountTokensResponse,
   type DetectRequest,
+  type GazeRequest,
   type PointRequest,
   type QueryRequest,
   type RunSkillRequest,
@@ -39,6 +40,7 @@ import {
   type StreamCaptionResponse,
   type StreamDetectResponse,
   type StreamEmbedResponse,
+  type StreamGazeResponse,
   type StreamPointResponse,
   type StreamQueryResponse,
   type StreamRunSkillResponse,
@@ -55,6 +57,7 @@ import {
   type CaptionResult,
   type DetectResult,
   type EmbedResult,
+  type GazeResult,
   type PointResult,
   type QueryResult,
   type Results,
@@ -68,10 +71,12 @@ import {
   detectTask,
   pointTask,
   queryTask,
+  gazeTask,
   segmentTask,
   skillTask,
   type CaptionOptions,
   type DetectOptions,
+  type GazeOptions,
   type Length,
   type Names,
   type PointOptions,
@@ -151,6 +156,11 @@ export class Client {
   /** Outlines one object of each name. */
   segment(image: ImageInput, objects: Names, options: SegmentOptions & HandlingOptions = {}): Promise<SegmentResult> {
     return this.#task(image, () => segmentTask(objects, options), options);
+  }
+
+  /** Finds what people look at. Each gaze has an `eye`, and a `target` unless that is outside the image. */
+  gaze(image: ImageInput, options: GazeOptions & HandlingOptions = {}): Promise<GazeResult> {
+    return this.#task(image, () => gazeTask(options), options);
   }
 
   /** Runs several tasks on one image at once. A task that fails does not affect the others. */
@@ -236,6 +246,15 @@ export class Client {
   ): KestrelStream<EventOf<StreamSegmentResponse>, SegmentResult> {
     const open = (request: SegmentRequest, sending: Sending) => this.#vision.streamSegment(request, sending);
     return this.#streamTask(image, () => segmentTask(objects, options), options, open);
+  }
+
+  /** As `gaze`: each face that the model finds as event `detection`, then `search`; and each `gaze`. */
+  streamGaze(
+    image: ImageInput,
+    options: GazeOptions & HandlingOptions = {},
+  ): KestrelStream<EventOf<StreamGazeResponse>, GazeResult> {
+    const open = (request: GazeRequest, sending: Sending) => this.#vision.streamGaze(request, sending);
+    return this.#streamTask(image, () => gazeTask(options), options, open);
   }
 
   /** As `analyze`, with the events of all tasks as they happen, each with the `key` of its task. */
@@ -403,6 +422,7 @@ export class Client {
       point: (sending) => vision.point(request, sending),
       detect: (sending) => vision.detect(request, sending),
       segment: (sending) => vision.segment(request, sending),
+      gaze: (sending) => vision.gaze(request, sending),
       skill: (sending) => vision.runSkill(request, sending),
     };
     return toResult(await this.#unary(call, send[task.skill]));

@@ -41,13 +41,23 @@ export function toPixels(place: SpatialRef, { width, height }: { width: number; 
 }
 
 /** The init of a SpatialRef message. Throws InvalidRequestError. The server checks the ranges. */
-export function toSpatialRef(place: SpatialRef, index: number) {
+export function toSpatialRef(place: SpatialRef, index: number, name = "spatialRefs") {
   if (isBox(place)) return { ref: { case: "box" as const, value: toBox(place) } };
   const point = place as Partial<PointInput> | null | undefined;
   if (isNumber(point?.x) && isNumber(point.y)) {
     return { ref: { case: "point" as const, value: { x: point.x, y: point.y } } };
   }
-  throw new InvalidRequestError(`spatialRefs[${index}]: needs the numbers x and y, or xMin, yMin, xMax and yMax`);
+  throw new InvalidRequestError(`${name}[${index}]: needs the numbers x and y, or xMin, yMin, xMax and yMax`);
+}
+
+/** The inits of Point or Box messages: one place or several. Throws InvalidRequestError. */
+export function toPlaces(name: string, kind: "point" | "box", given: SpatialRef | readonly SpatialRef[] = []) {
+  const all = Array.isArray(given) ? (given as readonly SpatialRef[]) : [given as SpatialRef];
+  return all.map((place, index) => {
+    const { ref } = toSpatialRef(place, index, name);
+    if (ref.case !== kind) throw new InvalidRequestError(`${name}[${index}]: is not a ${kind}`);
+    return ref.value;
+  });
 }
 
 /** The init of a region. Throws InvalidRequestError. */

@@ -5,6 +5,7 @@ import type {
   DetectResponse,
   Detection,
   EmbedResponse,
+  GazeResponse,
   Outline,
   PointResponse,
   QueryResponse,
@@ -29,6 +30,7 @@ export type CaptionResult = Used<CaptionResponse> & { caption: string };
 export type PointResult = Found<PointResponse, { point: Point }>;
 export type DetectResult = Found<DetectResponse, { box: Box }>;
 export type SegmentResult = Found<SegmentResponse, { box: Box; outline: Outline }>;
+export type GazeResult = Used<GazeResponse> & { imageSize: ImageSize };
 export type SkillResult = Used<RunSkillResponse>;
 export type EmbedResult = Sent<EmbedResponse>;
 
@@ -39,6 +41,7 @@ export interface Results {
   point: PointResult;
   detect: DetectResult;
   segment: SegmentResult;
+  gaze: GazeResult;
   skill: SkillResult;
 }
 

@@ -2,7 +2,15 @@
 import type { JsonObject } from "@bufbuild/protobuf";
 
 import { InvalidRequestError } from "./errors.js";
-import { toSpatialRef, toTiles, type SpatialRef, type TilesInput } from "./geometry.js";
+import {
+  toPlaces,
+  toSpatialRef,
+  toTiles,
+  type BoxInput,
+  type PointInput,
+  type SpatialRef,
+  type TilesInput,
+} from "./geometry.js";
 import { CaptionLength, MaskFormat, Refinement } from "./gen/kestrel/v1/vision_service_pb.js";
 import type { ImageInput } from "./images/images.js";
 import { checked, choice, toSampling, toText, type SamplingOptions, type TextOptions } from "./options.js";
@@ -77,6 +85,17 @@ export interface SegmentOptions extends SamplingOptions {
   refine?: boolean | undefined;
 }
 
+export interface GazeOptions extends SamplingOptions {
+  /** Places of eyes, at most 256. */
+  eyes?: PointInput | readonly PointInput[] | undefined;
+  /** In place of eyes: faces, at most 256. Default: every face that the model finds. */
+  faces?: BoxInput | readonly BoxInput[] | undefined;
+  /** Largest number of faces that the model finds. */
+  maxFaces?: number | undefined;
+  /** Looks 20 times for each face, and takes the mean without outliers. Not with `eyes`. */
+  accurate?: boolean | undefined;
+}
+
 export interface SkillTaskOptions extends TextOptions {
   /** Plain values by name; the skill defines them. */
   arguments?: JsonObject | undefined;
@@ -111,7 +130,7 @@ export function queryTask(question: string, options: QueryOptions = {}): Task<"q
     maxReasoningTokens,
     system,
     answerStart,
-    spatialRefs: spatialRefs?.map(toSpatialRef),
+    spatialRefs: spatialRefs?.map((ref, index) => toSpatialRef(ref, index)),
     history: history.map(toTurn),
     abstention: presupposes === undefined ? undefined : { objects: [...presupposes], maxAbsence },
     numSamples,
@@ -144,13 +163,26 @@ export function segmentTask(objects: Names, options: SegmentOptions = {}): Task<
   const { spatialRefs, mask, minScore, refine } = options;
   const fields = checkedFields({
     objects: names(objects),
-    spatialRefs: spatialRefs?.map(toSpatialRef),
+    spatialRefs: spatialRefs?.map((ref, index) => toSpatialRef(ref, index)),
     maskFormat: mask === undefined ? undefined : choice("mask", mask, formats),
     minScore,
     refinement: refine === undefined ? undefined : refine ? Refinement.REQUIRED : Refinement.NONE,
     ...samplingFields(options),
   });
   return new Task("segment", fields);
+}
+
+/** As `gaze`. */
+export function gazeTask(options: GazeOptions = {}): Task<"gaze"> {
+  const { eyes, faces, maxFaces, accurate } = options;
+  const fields = checkedFields({
+    eyes: toPlaces("eyes", "point", eyes),
+    faces: toPlaces("faces", "box", faces),
+    maxFaces,
+    accurate,
+    ...samplingFields(options),
+  });
+  return new Task("gaze", fields);
 }
 
 /** As `runSkill`. */
@@ -170,7 +202,7 @@ function objectFields(objects: Names, options: PointOptions & DetectOptions) {
   return checkedFields({
     objects: names(objects),
     maxObjects,
-    spatialRefs: spatialRefs?.map(toSpatialRef),
+    spatialRefs: spatialRefs?.map((ref, index) => toSpatialRef(ref, index)),
     minScore,
     maxOverlap,
     tiles: tiles === undefined ? undefined : toTiles(tiles),

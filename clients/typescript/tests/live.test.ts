@@ -14,6 +14,7 @@ import {
   detectTask,
   FinishReason,
   fromStatus,
+  gazeTask,
   ImageHandle,
   InvalidArgumentError,
   KestrelClient,
@@ -62,6 +63,11 @@ for (const [name, client] of [
       const { detections, imageSize } = await client.detect(IMAGE, "green crescent", { maxObjects: 5 });
       assert.equal(detections.length, 2);
       assert.ok(detections.every(({ box, score }) => box.xMin < box.xMax && score > 0.5) && imageSize.width > 0);
+      const { gazes, search } = await client.gaze(IMAGE, { eyes: [{ x: 0.25, y: 0.5 }] });
+      assert.equal(gazes[0]?.eye?.x, 0.25);
+      assert.equal(search, undefined);
+      await assert.rejects(client.gaze(IMAGE, { eyes: { x: 2, y: 0 } }), /gaze\.eyes\[0\]: 2/);
+      assert.throws(() => gazeTask({ faces: [{ x: 0, y: 0 } as never] }), /faces\[0\]: is not a box/);
       const [found] = (await client.segment(IMAGE, "pink star", { mask: "polygons" })).detections;
       assert.ok(found?.box && found.outline.svgPath && found.outline.mask?.encoding.case === "polygons");
     });

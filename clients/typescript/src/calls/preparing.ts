@@ -9,6 +9,7 @@ import {
   EmbeddingParts,
   EmbeddingPooling,
   EmbedRequestSchema,
+  GazeRequestSchema,
   PointRequestSchema,
   QueryRequestSchema,
   RunSkillRequestSchema,
@@ -36,6 +37,7 @@ const SCHEMAS = {
   point: PointRequestSchema,
   detect: DetectRequestSchema,
   segment: SegmentRequestSchema,
+  gaze: GazeRequestSchema,
   skill: RunSkillRequestSchema,
 };
 const PARTS = {
