@@ -24,6 +24,7 @@ DOMAINS: dict[str, tuple[Domain, float, float]] = {
     "webcharts": (webcharts, 0.03, 0.05),
 }
 TURNED, MOST_TURN = 0.1, 6.0  # share of the pictures that are turned; degrees
+VIEWS = 2  # of a picture in a step, each spoilt and asked in its own way, because drawing takes longer than learning
 TILED = (0.05, 0.3)  # share of the steps whose pictures need more than one crop
 # Share of a step's images, by crops, so that steps take alike.
 IMAGES = {1: 1.0, 3: 0.45, 4: 0.35, 5: 0.3}

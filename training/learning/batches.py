@@ -18,7 +18,15 @@ from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
 from training.camera import spoil, turn
 from training.domains.picture import Picture
 from training.kestrel_small import CONFIG
-from training.mixture import MOST_TURN, TURNED, draw_domain, draw_picture, draw_size, images_of
+from training.mixture import (
+    MOST_TURN,
+    TURNED,
+    VIEWS,
+    draw_domain,
+    draw_picture,
+    draw_size,
+    images_of,
+)
 from training.prompts import COORD, SIZE, write
 from training.scenes.vocabulary import COLOURS, SHAPES
 from training.sources import icon_names
@@ -154,10 +162,11 @@ class Steps(Dataset[Batch]):
         pictures: list[Picture] = []
         while len(pictures) < images_of(size, self.images):
             try:
-                picture = draw_picture(rng, draw_domain(rng, progress), size)
-                if rng.random() < TURNED:
-                    picture = turn(picture, rng.uniform(-MOST_TURN, MOST_TURN))
-                pictures.append(replace(picture, pixels=spoil(rng, picture.pixels)))
+                drawn = draw_picture(rng, draw_domain(rng, progress), size)
+                for _ in range(min(VIEWS, images_of(size, self.images) - len(pictures))):
+                    turns = rng.random() < TURNED
+                    view = turn(drawn, rng.uniform(-MOST_TURN, MOST_TURN)) if turns else drawn
+                    pictures.append(replace(view, pixels=spoil(rng, view.pixels)))
             except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
                 print(f"step {step}: a picture of {size} failed: {error!r}", flush=True)
         return pack(rng, pictures)
