@@ -46,7 +46,7 @@ async def count_tokens(run: Run, request: pb.CountTokensRequest) -> pb.CountToke
             pb.ImageTokens(
                 size=common_pb2.ImageSize(width=image.size[0], height=image.size[1]),
                 positions=info.image_positions,
-                crops=sum(image.crops),
+                num_crops=sum(image.crops),
             )
             for image in images
         ],
@@ -80,9 +80,9 @@ async def _count(run: Run, task: CallTask[Any, Any]) -> pb.TaskTokens:
         input_tokens=sum(each.number * each.positions for each in prompts),
         image_tokens=image_positions * sum(each.number * each.num_images for each in prompts),
         system_tokens=sum(each.number * each.system for each in prompts),
-        longest_prompt=longest,
+        longest_prompt_tokens=longest,
         room_tokens=max(0, context - longest),
-        crops=sum(sum(image.crops) for image in images),
+        num_crops=sum(sum(image.crops) for image in images),
     )
 
 

@@ -12,6 +12,7 @@ from kestrel_client import (
     AsyncKestrelClient,
     CaptionTask,
     DetectTask,
+    GazeTask,
     ImageHandle,
     InvalidArgumentError,
     PointTask,
@@ -58,6 +59,8 @@ TASKS = {
     "boxes": DetectTask(["cat", "a big dog"]),
     "tiles": DetectTask(["cat", "a big dog"], tiles=Tiles(2, 2, 0.1, True)),
     "outline": SegmentTask(["cat", "a big dog"], [REF]),
+    "gazes": GazeTask(eyes=[(0.2, 0.3), (0.5, 0.5)]),
+    "accurate gaze": GazeTask(faces=[REF], accurate=True),
     "named": SkillTask("query", {"question": "What?", "presupposes": ["cat"]}),
 }
 
@@ -84,10 +87,10 @@ async def test_the_count_is_the_usage(client, task, picture):
     assert count.images[0].size == used.image_size
     (only,) = count.tasks.values()
     assert only.input_tokens == count.input_tokens
-    assert count.room_tokens == count.context_positions - only.longest_prompt > 0
+    assert count.room_tokens == count.context_positions - only.longest_prompt_tokens > 0
     crops = (await client.embed(image, crops=True)).crops
-    assert count.images[0].crops == len(crops)
-    assert (only.crops > len(crops)) is (task == "tiles")
+    assert count.images[0].num_crops == len(crops)
+    assert (only.num_crops > len(crops)) is (task == "tiles")
 
 
 async def test_several_pictures_and_none(client):
@@ -121,14 +124,20 @@ async def test_several_tasks_are_those_of_analyze(client):
     assert [each.num_prompts for each in count.tasks.values()] == [1, 2]
 
 
+async def test_of_the_gazes_of_every_face_the_search_is_counted(client):
+    count = await client.count_tokens(PICTURES["wide"], GazeTask(accurate=True))
+    search = await client.count_tokens(PICTURES["wide"], DetectTask("face"))
+    assert count.tasks["0"].num_prompts == 1 and count.input_tokens == search.input_tokens
+
+
 async def test_a_region_a_stored_picture_and_an_adapter(client):
     image = PICTURES["wide"]
     whole = await client.count_tokens(image, CaptionTask())
     part = await client.count_tokens(image, CaptionTask(), region=(0, 0, 0.1, 0.1), adapter="any")
     assert part.input_tokens == whole.input_tokens and part.images[0].size == (300, 200)
-    assert (part.images[0].crops, whole.images[0].crops > 1) == (1, True)
+    assert (part.images[0].num_crops, whole.images[0].num_crops > 1) == (1, True)
     few = await client.count_tokens(image, CaptionTask(), max_crops=1)
-    assert few.images[0].crops == 1 and few.input_tokens == whole.input_tokens
+    assert few.images[0].num_crops == 1 and few.input_tokens == whole.input_tokens
     handle = ImageHandle((await client.caption(image)).image_id)
     assert (await client.count_tokens(handle, CaptionTask())).images == whole.images
 

@@ -89,7 +89,7 @@ async def test_all_skills_take_them_and_no_crop_is_encoded(client):
         assert frame.dropped is None and frame.error is None
     assert sum(p.num_encoded for plan in client.served.runtime.plans for p in plan.encode) == 0
     count = await client.count_tokens(GIVEN, QueryTask("What?"))
-    assert count.images[0].crops == 0 and count.images[0].size == SIZE
+    assert count.images[0].num_crops == 0 and count.images[0].size == SIZE
     used = await client.query(GIVEN, "What?", max_tokens=2)
     assert count.input_tokens == used.usage.input_tokens and used.usage.cached_tokens > 0
 
@@ -110,6 +110,12 @@ async def test_what_needs_pixels_says_so(serve):
                 pb.DetectRequest(image=message(), detect={**cat, "tiles": {"rows": 2, "columns": 2}})
             ),
             "detect.tiles",
+        ),
+        (
+            vision.Gaze(
+                pb.GazeRequest(image=message(), gaze={"faces": [region.region], "accurate": True})
+            ),
+            "gaze.accurate",
         ),
         (vision.Caption(caption(image=region)), "image.region"),
         (vision.Caption(caption(image=few)), "image.max_crops"),

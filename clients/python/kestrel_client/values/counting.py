@@ -16,18 +16,20 @@ class TaskTokens:
     """The positions that a task would take."""
 
     num_prompts: int
-    """One for each name or sample, each look at a tiled image, and each image and presupposed object."""
+    """One for each name or sample, each look at a tiled image, each look for a gaze, and each image and presupposed
+    object. Without eyes and faces, a gaze task has one prompt: the search for faces."""
     input_tokens: int
-    """Positions of all these prompts: ``usage.input_tokens`` of the task's result."""
+    """Positions of all these prompts: ``usage.input_tokens`` of the task's result. The task uses fewer if it abstains
+    from an answer, and more if it looks at faces that the model finds."""
     image_tokens: int
     """The part of input_tokens that images take."""
     system_tokens: int
     """The part of input_tokens that ``system`` takes."""
-    longest_prompt: int
+    longest_prompt_tokens: int
     """Positions of the longest prompt."""
     room_tokens: int
     """Positions that the longest prompt leaves for its answer; 0: the server would refuse the task."""
-    crops: int
+    num_crops: int
     """Crops of the images that the task looks at."""
 
 
@@ -39,7 +41,7 @@ class ImageTokens:
     """Width and height of the upright image in pixels."""
     positions: int
     """Positions in each prompt with the image; they do not depend on its size."""
-    crops: int
+    num_crops: int
     """Crops that the vision tower would read."""
 
 
@@ -48,7 +50,7 @@ class TokenCount(Plain):
     """The positions of the model's context that tasks would take."""
 
     input_tokens: int
-    """Positions of the prompts of all tasks: ``usage.input_tokens`` of the result."""
+    """Positions of the prompts of all tasks: the sum over ``tasks``."""
     image_tokens: int
     """The part of input_tokens that images take."""
     context_positions: int

@@ -172,9 +172,9 @@ async def test_count_tokens_counts_the_crops_that_a_budget_leaves(serve):
     images = [image(1), image(2), image()]
     request = pb.CountTokensRequest(images=images, tasks=[pb.Task(query=QUESTION)])
     counted = await served.vision.CountTokens(request)
-    assert [each.crops for each in counted.images] == [1, 3, 5]
+    assert [each.num_crops for each in counted.images] == [1, 3, 5]
     assert [each.num_crops for each in counted.info.images] == [1, 3, 5]
-    assert counted.tasks[0].crops == 9
+    assert counted.tasks[0].num_crops == 9
     request.images[2].max_crops = 5
     failed = await failure(served.vision.CountTokens(request))
     assert failed.fields == ["images[2].max_crops"]

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _print(name: str, counted: TokenCount, titles: list[str]) -> None:
     for image in counted.images:
         width, height = image.size
-        print(f"image of {width}x{height}: {image.positions} positions, {image.crops} crops")
+        print(f"image of {width}x{height}: {image.positions} positions, {image.num_crops} crops")
     for title, task in zip(titles, counted.tasks.values(), strict=True):
         print(f"{title}: {_positions(task)}; room for an answer: {task.room_tokens} positions")
     whose = f"{name}: " if name else ""

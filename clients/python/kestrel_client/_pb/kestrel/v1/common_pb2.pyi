@@ -172,9 +172,9 @@ class Image(_message.Message):
 
     @_builtins.property
     def features(self) -> Global___ImageFeatures:
-        """The embedding of the image, which another device or an earlier call made: the vision tower does not run. Results
-        equal those of the image. What needs pixels is refused: a background, a region, max_crops, tiles of a task, a
-        refined outline, Embed. The server does not store it.
+        """The embedding of the image, from another device or an earlier call. The vision tower does not run, and results
+        equal the results of the image. The server refuses what needs pixels: a background, a region, max_crops, tiles of
+        a task, GazeTask.accurate, a refined outline and Embed. It does not store features.
         """
 
     @_builtins.property
@@ -965,8 +965,9 @@ class SeenImage(_message.Message):
     image_id: _builtins.str
     """Id of the stored image, for later requests; empty if the server does not store it (see ImageService)."""
     num_crops: _builtins.int
-    """Crops that the model sees: the overview, and the tiles if there are several (Image.max_crops). If a task looks at
-    the image in Tiles, those of all looks. At least 1; 0 for features, and while the image is not decoded yet.
+    """Crops that the model sees: the overview, and the tiles if there are several. So it may exceed Image.max_crops by 1.
+    If a task looks at the image in Tiles, the crops of all looks. At least 1; 0 for features, and while the image is
+    not decoded yet.
     """
     @_builtins.property
     def size(self) -> Global___ImageSize:

@@ -1616,8 +1616,8 @@ Global___GazeRequest: _TypeAlias = GazeRequest  # noqa: Y015
 
 @_typing.final
 class GazeTask(_message.Message):
-    """Gazes to find. Each is a request of its own with the same settings, or several with `accurate`; a call has at most 32
-    of these requests in the queue and the batch at a time. If one of them fails, the task fails.
+    """Gazes to find. Each takes one look at the image, or 20 with `accurate`. Each look has a place in the queue and the
+    batch, and a call has at most 32 looks there at a time. If a look fails, the task fails.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1635,8 +1635,8 @@ class GazeTask(_message.Message):
     accurate: _builtins.bool
     """Whether to look 20 times for each face, for an answer that depends less on chance: from 10 random places in the
     face, and from 10 in the face of the mirrored image. The target is the mean of what the looks find, without
-    outliers. It is outside the image if less than 10 of them find one. Sampling.seed determines the places. Not
-    together with `eyes`. Default: one look, from the centre of the face.
+    outliers. It is outside the image if fewer than 10 of them find one. Sampling.seed determines the places. Not
+    together with `eyes` or Image.features. Default: one look, from the centre of the face.
     """
     max_tokens: _builtins.int
     """Limit on the generated tokens of each look for a gaze, at least 1. A target takes 2 tokens; one that is incomplete
@@ -2930,9 +2930,9 @@ class CountTokensResponse(_message.Message):
     CONTEXT_POSITIONS_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     input_tokens: _builtins.int
-    """Positions of the prompts of all tasks together: the Usage.input_tokens that they would have."""
+    """Positions of the prompts of all tasks together: the sum of TaskTokens.input_tokens."""
     image_tokens: _builtins.int
-    """The part of input_tokens that images take: the Usage.image_tokens that they would have."""
+    """The part of input_tokens that images take: the sum of TaskTokens.image_tokens."""
     context_positions: _builtins.int
     """Limit on the positions of one prompt with its answer (Model.context_positions)."""
     @_builtins.property
@@ -2976,30 +2976,31 @@ class TaskTokens(_message.Message):
     INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
     SYSTEM_TOKENS_FIELD_NUMBER: _builtins.int
-    LONGEST_PROMPT_FIELD_NUMBER: _builtins.int
+    LONGEST_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ROOM_TOKENS_FIELD_NUMBER: _builtins.int
-    CROPS_FIELD_NUMBER: _builtins.int
+    NUM_CROPS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """Key of the task, from the caller; by default the task's position."""
     num_prompts: _builtins.int
     """Number of prompts: one for each name or sample, and for each look at a tiled image. An object of Abstention has one
-    for each image. A GazeTask has one for each look at an eye or a face; without eyes and faces, one for the search.
+    for each image. A GazeTask has one for each look at an eye or a face. Without eyes and faces, it has one for the
+    search; the looks at the faces that the model finds are not counted.
     """
     input_tokens: _builtins.int
-    """Positions of all these prompts together: the Usage.input_tokens of the task. If the answer is abstained from, its
-    prompts are not used.
+    """Positions of all these prompts together: the Usage.input_tokens of the task. The task uses fewer if it abstains
+    from an answer, and more if it looks at faces that the model finds.
     """
     image_tokens: _builtins.int
     """The part of input_tokens that images take: the Usage.image_tokens of the task."""
     system_tokens: _builtins.int
     """The part of input_tokens that QueryTask.system takes."""
-    longest_prompt: _builtins.int
+    longest_prompt_tokens: _builtins.int
     """Positions of the longest of these prompts."""
     room_tokens: _builtins.int
-    """Positions that the longest prompt leaves for its answer: context_positions - longest_prompt, and 0 if that is below
-    1. The task's method would then refuse it.
+    """Positions that the longest prompt leaves for its answer: context_positions - longest_prompt_tokens. If that is
+    below 1, this is 0, and the task's method would refuse the task.
     """
-    crops: _builtins.int
+    num_crops: _builtins.int
     """Crops of the images that the task looks at: the overview and the tiles of each look, as often as it sees them."""
     def __init__(
         self,
@@ -3009,13 +3010,13 @@ class TaskTokens(_message.Message):
         input_tokens: _builtins.int = ...,
         image_tokens: _builtins.int = ...,
         system_tokens: _builtins.int = ...,
-        longest_prompt: _builtins.int = ...,
+        longest_prompt_tokens: _builtins.int = ...,
         room_tokens: _builtins.int = ...,
-        crops: _builtins.int = ...,
+        num_crops: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crops", b"crops", "image_tokens", b"image_tokens", "input_tokens", b"input_tokens", "key", b"key", "longest_prompt", b"longest_prompt", "num_prompts", b"num_prompts", "room_tokens", b"room_tokens", "system_tokens", b"system_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image_tokens", b"image_tokens", "input_tokens", b"input_tokens", "key", b"key", "longest_prompt_tokens", b"longest_prompt_tokens", "num_crops", b"num_crops", "num_prompts", b"num_prompts", "room_tokens", b"room_tokens", "system_tokens", b"system_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3029,11 +3030,11 @@ class ImageTokens(_message.Message):
 
     SIZE_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
-    CROPS_FIELD_NUMBER: _builtins.int
+    NUM_CROPS_FIELD_NUMBER: _builtins.int
     positions: _builtins.int
     """Positions in each prompt that holds the image (Model.image_positions). They do not depend on size and crops."""
-    crops: _builtins.int
-    """Crops that the vision tower would read, of the image or its region, if no task cuts it into tiles."""
+    num_crops: _builtins.int
+    """Crops that the vision tower would read, of the image or its region, if no task cuts it into tiles. 0 for features."""
     @_builtins.property
     def size(self) -> _common_pb2.ImageSize:
         """Size of the upright image."""
@@ -3043,11 +3044,11 @@ class ImageTokens(_message.Message):
         *,
         size: _common_pb2.ImageSize | None = ...,
         positions: _builtins.int = ...,
-        crops: _builtins.int = ...,
+        num_crops: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["size", b"size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crops", b"crops", "positions", b"positions", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_crops", b"num_crops", "positions", b"positions", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -178,7 +178,7 @@ class VisionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Gaze(self, request, context):
-        """Finds what people look at: of an eye, of a face, or of every face.
+        """Finds what people look at, from the place of an eye, from a face, or from every face.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,7 +54,7 @@ class VisionServiceStub:
     Segment: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.SegmentRequest, _vision_service_pb2.SegmentResponse]
     """Outlines objects. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
     Gaze: _grpc.UnaryUnaryMultiCallable[_vision_service_pb2.GazeRequest, _vision_service_pb2.GazeResponse]
-    """Finds what people look at: of an eye, of a face, or of every face."""
+    """Finds what people look at, from the place of an eye, from a face, or from every face."""
     StreamQuery: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.QueryRequest, _vision_service_pb2.StreamQueryResponse]
     """Query, with the text as it is generated."""
     StreamCaption: _grpc.UnaryStreamMultiCallable[_vision_service_pb2.CaptionRequest, _vision_service_pb2.StreamCaptionResponse]
@@ -111,7 +111,7 @@ class VisionServiceAsyncStub(VisionServiceStub):
     Segment: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.SegmentRequest, _vision_service_pb2.SegmentResponse]  # type: ignore[assignment]
     """Outlines objects. FAILED_PRECONDITION if the model does not have this skill (Model.skills)."""
     Gaze: _aio.UnaryUnaryMultiCallable[_vision_service_pb2.GazeRequest, _vision_service_pb2.GazeResponse]  # type: ignore[assignment]
-    """Finds what people look at: of an eye, of a face, or of every face."""
+    """Finds what people look at, from the place of an eye, from a face, or from every face."""
     StreamQuery: _aio.UnaryStreamMultiCallable[_vision_service_pb2.QueryRequest, _vision_service_pb2.StreamQueryResponse]  # type: ignore[assignment]
     """Query, with the text as it is generated."""
     StreamCaption: _aio.UnaryStreamMultiCallable[_vision_service_pb2.CaptionRequest, _vision_service_pb2.StreamCaptionResponse]  # type: ignore[assignment]
@@ -201,7 +201,7 @@ class VisionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vision_service_pb2.GazeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_vision_service_pb2.GazeResponse, _abc.Awaitable[_vision_service_pb2.GazeResponse]]:
-        """Finds what people look at: of an eye, of a face, or of every face."""
+        """Finds what people look at, from the place of an eye, from a face, or from every face."""
 
     @_abc_1.abstractmethod
     def StreamQuery(
