@@ -28,7 +28,8 @@ class DeviceSettings:
         "for all; fp8: bfloat16 with all products, keys and values in FP8, faster but less accurate; only the products "
         "(fp8-gemms), those of prompts and images (fp8-prefill) or of images (fp8-vision), or only keys and values "
         "(fp8-kv). FP8 needs compute capability 8.9 or newer. int4: the text decoder's weights in 4 bits; int8, on a "
-        "CPU: all large weights in 8 bits. 4-bit checkpoints stay so, but for fp8, fp8-gemms and fp8-prefill",
+        "CPU: all large weights in 8 bits. 4-bit checkpoints stay in 4 bits, except with fp8, fp8-gemms and "
+        "fp8-prefill",
         choices=tuple(PRECISIONS),
     )
     """Gives the values of dtype, fp8_gemms, kv_cache_dtype and weights where they are auto."""
