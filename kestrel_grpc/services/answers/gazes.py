@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import fmean
@@ -15,14 +15,20 @@ from kestrel_engine import NUM_LOOKS, EngineResult, FieldPath, Request, eyes_in,
 from ...edge.messages.fields import located
 from ..messages.responses import FINISH_REASONS, Found, set_box
 from ..messages.tasks import EDGES, MAX_GAZES, Edges, Place, centre_of, edges_of, gaze_request
-from .several import Ended, all_of
+from .several import MAX_SEQUENCES, Ended, all_of, few_at_once, total_result
 
 if TYPE_CHECKING:
     from .kinds import CallTask
     from .running import Run
 
-Part: TypeAlias = pb.Gaze | Found | None
-"""A gaze, the faces that the model found, or nothing: one of several looks for a gaze has no part of its own."""
+Part: TypeAlias = pb.Gaze | Found
+"""A gaze, or the faces that the model found."""
+
+_Look: TypeAlias = tuple[Place, bool, Sequence[Any]]
+"""An eye as the image shows it, whether the image is mirrored, and the images."""
+
+_ACCURATE_AT_ONCE = 2 + MAX_SEQUENCES // (2 * NUM_LOOKS)
+"""Accurate gazes of one task in progress: enough that a gaze that ends leaves no sequence unused."""
 
 
 class _Person(NamedTuple):
@@ -90,37 +96,41 @@ async def of_gazes(
     if not persons:
         return ended
     if not message.accurate:
-        gazes = [_once(run, task, person, given) for person in persons]
-    else:
-        mirrored, random = await run.images.mirrored(), Random(requests[0].settings["seed"])
-        # Drawn before the looks begin, so that their order does not matter.
-        boxes = [_part_of(person.face, run.images.region) for person in persons]
-        eyes = [(eyes_in(box, random), eyes_in(box, random)) for box in boxes]
-        gazes = [
-            _often(run, task, person, (own, given), (others, mirrored))
-            for person, (own, others) in zip(persons, eyes, strict=True)
-        ]
-    return ended + [each for group in await all_of(gazes) for each in group]
+        gazes = (_once(run, task, person, given) for person in persons)
+        return ended + await few_at_once(gazes, min(MAX_SEQUENCES, len(persons)))
+    mirrored, random = await run.images.mirrored(), Random(requests[0].settings["seed"])
+    often = (_often(run, task, person, given, mirrored, random) for person in persons)
+    return ended + await few_at_once(often, min(_ACCURATE_AT_ONCE, len(persons)))
 
 
 async def _once(
     run: Run, task: CallTask[Any, Any], person: _Person, given: Sequence[Any]
-) -> list[Ended[Part]]:
+) -> Ended[Part]:
     ended = await _ended(run, task, person, person.request, given)
     await _tell(run, task, person, ended.part)
-    return [ended]
+    return ended
 
 
-async def _often(
+def _often(
     run: Run,
     task: CallTask[Any, Any],
     person: _Person,
-    upright: tuple[Sequence[Place], Sequence[Any]],
-    mirrored: tuple[Sequence[Place], Sequence[Any]],
-) -> list[Ended[Part]]:
-    """An accurate gaze. ``upright``, ``mirrored``: the eyes, in coordinates of the image, and the images to see."""
-    seen = [((x, y), False, upright[1]) for x, y in upright[0]]
-    seen += [((1 - x, y), True, mirrored[1]) for x, y in mirrored[0]]
+    upright: Sequence[Any],
+    mirrored: Sequence[Any],
+    random: Random,
+) -> Coroutine[Any, Any, Ended[Part]]:
+    """An accurate gaze. The eyes are drawn at once, because the order of the persons decides them, not that of the
+    looks."""
+    box = _part_of(person.face, run.images.region)
+    seen = [((x, y), False, upright) for x, y in eyes_in(box, random)]
+    seen += [((1 - x, y), True, mirrored) for x, y in eyes_in(box, random)]
+    return _mean(run, task, person, seen)
+
+
+async def _mean(
+    run: Run, task: CallTask[Any, Any], person: _Person, seen: Sequence[_Look]
+) -> Ended[Part]:
+    """One gaze from several looks, with the sum of their results."""
     every = await all_of(
         [
             _ended(run, task, person, replace(person.request, arguments={"eye": eye}), images)
@@ -128,8 +138,10 @@ async def _often(
         ]
     )
     points: list[Place] = []
+    results: list[EngineResult] = []
     for (_, is_mirrored, _), each in zip(seen, every, strict=True):
         assert each.result is not None, "it would have raised"
+        results.append(each.result)
         if (found := each.result.output["gaze"]) is not None:
             points.append((1 - found["x"] if is_mirrored else found["x"], found["y"]))
     parts: list[pb.Gaze] = [each.part for each in every]
@@ -142,8 +154,8 @@ async def _often(
         gaze.target.x, gaze.target.y = target
         gaze.score = fmean(part.score for part in parts if part.HasField("target"))
     await _tell(run, task, person, gaze)
-    ended: list[Ended[Part]] = [Ended(None, each.result) for each in every]
-    return [Ended(gaze, every[0].result), *ended[1:]]
+    total = total_result("", [result.metrics for result in results])
+    return Ended(gaze, replace(results[0], metrics=total.metrics, num_looks=len(results)))
 
 
 async def _ended(

@@ -47,12 +47,9 @@ from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
 from .call_images import CallImages, Seen
 from .kinds import CallTask, Event, Part, Response
-from .several import Ended, Turns, of_names, of_samples, seeded, total_result
+from .several import MAX_SEQUENCES, Ended, Turns, of_names, of_samples, seeded, total_result
 
 logger = logging.getLogger(__name__)
-
-MAX_SEQUENCES = 32
-"""Most sequences of one call that wait or run at a time. A tiled request has one for each look."""
 
 _OPTIONS = frozenset(common_pb2.RequestOptions.DESCRIPTOR.fields_by_name)
 

@@ -6,7 +6,8 @@ Owns how many of them may wait or run at a time, that all end together, their se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import itertools
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Part = TypeVar("Part")
+
+MAX_SEQUENCES = 32
+"""Most sequences of one call that wait or run at a time. A tiled request has one for each look."""
 
 _SEEDS = 2**63
 
@@ -164,6 +168,18 @@ async def all_of(runs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def few_at_once(runs: Iterable[Coroutine[Any, Any, T]], most: int) -> list[T]:
+    """As ``all_of``, but takes a run from ``runs`` when fewer than ``most`` are in progress: many runs that would only
+    wait for turns hold memory, and making them holds up the event loop."""
+    numbered = enumerate(runs)
+
+    async def work() -> list[tuple[int, T]]:
+        return [(index, await run) for index, run in numbered]
+
+    done = itertools.chain.from_iterable(await all_of([work() for _ in range(most)]))
+    return [result for _, result in sorted(done, key=lambda each: each[0])]
 
 
 def total_result(request_id: str, metrics: Sequence[EngineMetrics]) -> EngineResult:

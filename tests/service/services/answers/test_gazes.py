@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.types.requests import Coord
+from kestrel_grpc.services.answers.several import MAX_SEQUENCES
 from tests.fake_runtime import FakeRuntime, hashed
 from tests.service.conftest import LIMITS, HeldRuntime, Serve, raw_image
 from tests.service.services.test_skills import without_timings
@@ -217,6 +219,30 @@ async def test_a_cancelled_request_has_no_target(serve: Serve) -> None:
     served.runtime.gate.set()
     (gaze,) = (await call).gazes
     assert gaze.finish_reason == common_pb2.FINISH_REASON_CANCELLED
+
+
+async def test_looks_begin_when_their_turn_comes(serve: Serve) -> None:
+    """A request of 16 KiB may ask for 163,840 looks. Those that wait for a turn hold nothing."""
+    served = await serve(HeldRuntime())
+    faces = [common_pb2.Box()] * 256
+    tasks = [pb.Task(gaze=pb.GazeTask(faces=faces, accurate=True)) for _ in range(32)]
+    call = served.vision.Analyze(pb.AnalyzeRequest(image=raw_image(), tasks=tasks))
+    await until(lambda: served.engine.num_requests == MAX_SEQUENCES)
+    assert MAX_SEQUENCES < len(asyncio.all_tasks()) < 32 * 100
+    call.cancel()
+    served.runtime.gate.set()
+    await until(lambda: served.engine.num_requests == 0)
+
+
+async def test_the_order_of_looks_does_not_matter(serve: Serve) -> None:
+    """More faces than are looked at together: each has the gaze that it has in a shorter list."""
+    served = await serve()
+    asked = {"accurate": True, "sampling": SEEDED}
+    many = await served.vision.Gaze(request(faces=[FACE] * 7, **asked))
+    few = await served.vision.Gaze(request(faces=[FACE] * 2, **asked))
+    assert many.gazes[:2] == few.gazes
+    assert many.usage.image_tokens == 7 * 20 * 81 == 7 * few.usage.image_tokens // 2
+    assert many.usage.output_tokens > few.usage.output_tokens
 
 
 async def test_the_engines_skill_by_its_name(serve: Serve) -> None:

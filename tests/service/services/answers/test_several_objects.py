@@ -9,7 +9,7 @@ import pytest
 from kestrel_client import AsyncKestrelClient, InvalidArgumentError
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_grpc.services.answers.running import MAX_SEQUENCES
+from kestrel_grpc.services.answers.several import MAX_SEQUENCES
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, HeldRuntime, raw_image
 from tests.service.statuses import failure, of_message

@@ -9,7 +9,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import best_boxes
 from kestrel_grpc.services.answers import frames
-from kestrel_grpc.services.answers.running import MAX_SEQUENCES
+from kestrel_grpc.services.answers.several import MAX_SEQUENCES
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure, of_message
