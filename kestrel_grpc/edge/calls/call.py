@@ -113,6 +113,7 @@ class Call:
         takes no status of a call whose initial metadata is half sent, and the call would never end."""
         if self._greeting is None:
             self._greeting = asyncio.ensure_future(self.context.send_initial_metadata(metadata))
+            self._greeting.add_done_callback(_heard)
         await self.greeted()
 
     async def greeted(self) -> None:
@@ -150,6 +151,12 @@ class Call:
     @property
     def duration_ms(self) -> float:
         return 1e3 * (clock.now() - self.started_at)
+
+
+def _heard(greeting: asyncio.Future[None]) -> None:
+    """A greeting fails if the client has gone. If nobody waits for it any more, asyncio would log its traceback."""
+    if not greeting.cancelled():
+        greeting.exception()
 
 
 def _too_long(limit_s: float) -> Exception:

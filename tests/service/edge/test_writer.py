@@ -1,7 +1,9 @@
 """Which writes the server gives up, and whether the client or the server cancelled a call."""
 
 import asyncio
+import gc
 
+import grpc
 import pytest
 
 from kestrel_grpc.edge.calls.call import Call
@@ -79,3 +81,27 @@ async def test_a_deadline_around_it_stays_one(writer):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.03):
             await writer.write(5)
+
+
+async def test_a_client_that_goes_before_the_headers_leaves_no_traceback(caplog, reader):
+    """The call's task is cancelled while initial metadata is sent, which then fails."""
+    gone = asyncio.Event()
+
+    async def send(metadata):
+        await gone.wait()
+        raise grpc.aio.InternalError("the operation failed")
+
+    reader.send_initial_metadata = send
+    call = Call("Query", "ipv4:127.0.0.1:1", reader, request_id="mine")
+    task = asyncio.create_task(call.accept())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gone.set()
+    await asyncio.sleep(0)
+    call.release()
+    del task
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not caplog.records
