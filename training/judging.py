@@ -164,8 +164,8 @@ async def judge(
     brief: bool = False,
     max_crops: int = 0,
 ) -> list[Judged]:
-    """The replies to all requests. max_crops: the budget of each picture. brief: to ASKS a picture, and no reply is
-    much longer than the truth."""
+    """The replies to all requests. max_crops: the budget of each picture; 0: none. brief: to ASKS a picture, and no
+    reply is much longer than the truth."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(group: str, picture: Picture, ask: Ask) -> Judged:
@@ -174,7 +174,7 @@ async def judge(
         if brief:
             room = min(len(write(ask, *size).ids) - len(opening(ask, *size).ids) + 12, ROOM)
         async with turns:
-            image = InCrops(picture.pixels, max_crops)
+            image = InCrops(picture.pixels, max_crops) if max_crops else picture.pixels
             output = await answer(engine, image, ask, size, room)
         return Judged(group, picture, ask, output, *score(ask, output, *size))
 

@@ -184,11 +184,11 @@ def checked_box(box: Any) -> Edges:
 
 
 def checked_max_crops(value: Any, most: int) -> int:
-    """Raises InvalidRequest unless ``value`` is a whole number from 0 to ``most``, the model's own limit."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+    """Raises InvalidRequest unless ``value`` is a whole number from 1 to ``most``, the model's own limit."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise InvalidRequest(
             MAX_CROPS,
-            f"is {value!r}; must be from 1 to {most}, or 0 for the model's own limit, which is {most}",
+            f"is {value!r}; must be from 1 to {most}, the model's own limit",
             value=value if is_number(value) else None,
             limit=most,
         )

@@ -144,17 +144,6 @@ def positive(fields: Fields, key: str) -> int | None:
     return value
 
 
-def max_crops(fields: Fields) -> int | None:
-    """The budget of the request's images; None if the field is missing or null. Raises InvalidRequest."""
-    value = fields.whole("max_crops")
-    if value is not None and not 0 <= value <= _MOST:
-        raise InvalidRequest(
-            fields.at("max_crops"),
-            f"is {value}; must be at least 1, or 0 for the model's own limit",
-        )
-    return value
-
-
 def json_fields(body: bytes | bytearray, addresses: Addresses | None = None) -> Fields:
     """The fields of a request's body. ``addresses``: as for Fields. Raises InvalidRequest."""
     if sum(map(body.count, (b",", b"[", b"{"))) > _MOST_VALUES:

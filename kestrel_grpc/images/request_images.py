@@ -144,10 +144,9 @@ def _read(image: common_pb2.Image, path: FieldPath) -> RequestImage:
                     "image", "holds no image: set encoded, raw, image_id or features"
                 )
         background = _colour(image.background) if image.HasField("background") else None
-        if image.max_crops < 0:
+        if image.HasField("max_crops") and image.max_crops < 1:
             raise InvalidRequest(
-                ("image", "max_crops"),
-                f"is {image.max_crops}; must be at least 1, or 0 for the model's own limit",
+                ("image", "max_crops"), f"is {image.max_crops}; must be at least 1"
             )
     region = None
     if image.HasField("region"):

@@ -221,17 +221,17 @@ class _Inputs:
             raise InvalidRequest(name, f"must be a list of {what}")
         return items
 
-    def _positive(self, name: str, least: int = 1) -> int:
+    def _positive(self, name: str) -> int:
         value: int = self._found[name].only()
-        if not least <= value <= _MOST:
-            raise InvalidRequest(name, f"must be in [{least}, {_MOST}], got {value}")
+        if not 1 <= value <= _MOST:
+            raise InvalidRequest(name, f"must be in [1, {_MOST}], got {value}")
         return value
 
     def _fill_image(self, image: common_pb2.Image) -> None:
         """An encoded image as one BYTES element or as UINT8 [n], or pixels as UINT8 [height, width, 1, 3 or 4]. Both
         shapes may begin with a batch of 1."""
         if "MAX_CROPS" in self._found:
-            image.max_crops = self._positive("MAX_CROPS", 0)
+            image.max_crops = self._positive("MAX_CROPS")
         tensor = self._found["IMAGE"]
         if tensor.datatype != "UINT8":
             image.encoded = tensor.only()

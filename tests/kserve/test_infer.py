@@ -24,7 +24,7 @@ async def test_a_budget_limits_the_crops_of_the_image(serve):
     served = await serve()
     stub = GRPCInferenceServiceStub(served.channel)
     wide = jpeg(1600, 400)
-    for budget, crops in ((0, 5), (2, 3), (1, 1)):
+    for budget, crops in ((4, 5), (2, 3), (1, 1)):
         for skill in ({"SKILL": "query", "QUESTION": "What?"}, {"SKILL": "caption"}):
             asked = infer(IMAGE=wide, MAX_CROPS=budget, MAX_TOKENS=2, **skill)
             assert output(await stub.ModelInfer(asked))["metrics"]["num_crops"] == crops
@@ -203,8 +203,8 @@ BAD = [
         "MAX_OBJECTS: must be in [1,",
     ),
     (
-        {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg(), "MAX_CROPS": -4},
-        "MAX_CROPS: must be in [0,",
+        {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg(), "MAX_CROPS": 0},
+        "MAX_CROPS: must be in [1,",
     ),
     (
         {"SKILL": "query", "QUESTION": "?", "IMAGE": jpeg(), "MAX_CROPS": 5},

@@ -50,7 +50,7 @@ export interface HandlingOptions extends CallOptions {
   region?: BoxInput | undefined;
   /**
    * Limit on the tiles in which the model sees each image, beside the overview: fewer take less time, and small text and
-   * objects may be missed. 1: the overview alone; 0: the model's own limit, which is the highest value.
+   * objects may be missed. From 1, the overview alone, to the model's own limit.
    */
   maxCrops?: number | undefined;
 }

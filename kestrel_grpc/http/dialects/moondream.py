@@ -30,7 +30,7 @@ from ...services.messages.task_fields import REQUESTS, fault_of, short_path
 from ...services.messages.tasks import EDGES, MAX_GAZES
 from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
-from ..fields import Fields, max_crops, numbers, positive
+from ..fields import Fields, numbers, positive
 from ..forms import sent_event
 from ..refusals import renamed
 from .known_fields import (
@@ -215,7 +215,7 @@ def _adapters(fields: Fields) -> Iterator[tuple[FieldPath, str]]:
 
 def _fill_budget(image: common_pb2.Image | None, settings: Fields) -> None:
     """Raises InvalidRequest."""
-    budget = max_crops(settings)
+    budget = positive(settings, "max_crops")
     if budget is None:
         return
     if image is None:

@@ -21,7 +21,7 @@ from ...services.messages.task_fields import short_path
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
-from ..fields import ANY_OBJECT, Fields, json_text, max_crops
+from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..forms import JsonForm
 from ..refusals import Rename, renamed
 from .conversation import FIELDS, MESSAGE, Message, MessageImage, conversation
@@ -164,7 +164,7 @@ def _ask(
     options = fields.inner("options")
     OLLAMA_OPTIONS.check(options)
     talk = conversation(messages)
-    request = talk.request(reasoning=_thinks(fields), max_crops=max_crops(options))
+    request = talk.request(reasoning=_thinks(fields), max_crops=positive(options, "max_crops"))
     known = _NAMES | OLLAMA_SAMPLING.fill(request.query, options)
     schema = _schema(fields)
     if schema is not None:

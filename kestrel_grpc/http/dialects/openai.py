@@ -21,7 +21,7 @@ from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
-from ..fields import ANY_OBJECT, Fields, json_text, max_crops, positive
+from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..forms import sent_event
 from ..refusals import Rename, renamed
 from .conversation import FIELDS, MESSAGE, Conversation, Message, MessageImage, conversation
@@ -88,7 +88,7 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Servi
     usage = fields.inner("stream_options").flag("include_usage")
     if wanted is not None:
         return _grounded(fields, service, names, talk, wanted, usage if streams else None)
-    request = talk.request(reasoning=reasons(fields), max_crops=max_crops(fields))
+    request = talk.request(reasoning=reasons(fields), max_crops=positive(fields, "max_crops"))
     rename = fill(request.query, request.options, fields, names)
     _fill_logprobs(request.query, fields)
     schema = _schema(fields)
@@ -121,7 +121,7 @@ def _grounded(
     behaviour = service.Detect if wanted.skill == "detect" else service.Point
     image = talk.images[0]
     request.image.encoded = image.encoded
-    if budget := image.max_crops or max_crops(fields):
+    if budget := image.max_crops or positive(fields, "max_crops"):
         request.image.max_crops = budget
     task = getattr(request, wanted.skill)
     usual = fill(task, request.options, fields, names)

@@ -39,8 +39,8 @@ class HandlingOptions(TypedDict, total=False):
     references have coordinates of the whole image. Further images of a query are seen whole."""
     max_crops: int | None
     """Limit on the tiles in which the model sees each image, beside the overview: fewer take less time, and small text
-    and objects may be missed. 1: the overview alone; 0: the model's own limit (``Model.max_crops``), which is the
-    highest value. ``result.num_crops`` says how many crops were used."""
+    and objects may be missed. From 1, the overview alone, to the model's own limit (``Model.max_crops``).
+    ``result.num_crops`` says how many crops were used."""
     timeout: float | None
     """Seconds for the whole call; default: the client's. The server drops a request that still waits at its end."""
     metadata: Metadata | None

@@ -63,7 +63,7 @@ _REQUESTS = f"""
         pattern [=0]
     --model MODEL       name of the model that must answer [the server's default model]
     --adapter NAME      adapter to apply [none]
-    --max-crops N       limit on the tiles of an image, beside the overview; 1: the overview alone [0, the model's own]
+    --max-crops N       limit on the tiles of an image, beside the overview; 1: the overview alone [the model's]
 """
 _LIMITS = """
     --latency-threshold-ms MS  limit of the time of a whole answer, in milliseconds [=4000]

@@ -75,7 +75,7 @@ _REQUEST = """
     --region X0,Y0,X1,Y1  part of the image that the model sees: left, upper, right and lower edge as fractions
         [the whole image]
     --max-crops N      limit on the tiles of each image, beside the overview: fewer take less time; 1: the overview
-        alone [0, the model's own limit]
+        alone [the model's own limit]
 """
 _MIN_SCORE = "--min-score SCORE  omit what has a lower score, in [0, 1] [the server's default]"
 

@@ -161,10 +161,10 @@ class Image(_message.Message):
     max_crops: _builtins.int
     """Limit on the tiles in which this request sees the image, beside the overview. Fewer take less time, and small text
     and objects may be missed. The model's own tiling chooses the tiles with this limit in place of its own, and a very
-    long image does not exceed it. 1 is the overview alone. 0 is the model's own limit. From 0 to Model.max_crops;
-    SeenImage.num_crops says how many crops were used. The places of results and the positions of the context do not
-    depend on it. With tiles of a task (Tiles), it applies to each look. PutImage and UploadImage store the image
-    without it. Default: 0.
+    long image does not exceed it. 1 is the overview alone. From 1 to Model.max_crops. SeenImage.num_crops counts the
+    crops that were used. The places of results and the positions of the context do not depend on it. With tiles of a
+    task (Tiles), it applies to each look. PutImage and UploadImage store the image without it. Default: the model's
+    own limit, which a very long image may exceed.
     """
     @_builtins.property
     def raw(self) -> Global___RawImage:
