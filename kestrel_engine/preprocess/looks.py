@@ -99,7 +99,7 @@ class InCrops:
     """An image that the model sees in at most ``max_crops`` tiles beside the overview, in place of the image.
 
     ``source``: the image, in any form, or an InRegion of it. The model's own tiling chooses the tiles with this limit
-    in place of its own, which it may not exceed. 1: the overview alone. 0: the model's own limit.
+    in place of its own, which it may not exceed. 1: the overview alone.
     """
 
     source: Any
