@@ -87,6 +87,12 @@ def keep(
     return numbers, torch.stack(scales).view(*shape[:-1], -1, 2)
 
 
+def ends(scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the values of 0 and of 15 in each group, as ``dtype``. If they are finite, all values of a group are."""
+    scale, zero = scale.float(), zero.float()
+    return torch.stack([-zero * scale, (15 - zero) * scale]).to(dtype)
+
+
 def find_order(samples: Iterable[Packed], *, default: Order | None) -> Order:
     """Returns the order under which the groups of ``samples`` agree best with their zero points.
 

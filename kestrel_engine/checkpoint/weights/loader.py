@@ -116,11 +116,13 @@ def load_planned(
                 if stays_int4(item, narrow):
                     numbers, scales = int4.keep(packed, item.shape, order, device)
                     made = {item.name: numbers, scale_of(item.name): scales}
+                    finite.add(item.name, int4.ends(rest[0], rest[1], dtype))
                 else:
                     made = {item.name: int4.dequantise(packed, item.shape, order, dtype, device)}
             elif _stays_fp8(item, keep_fp8 and narrow in ("wide", "stored")):
                 row_scales = rest[0].to(device=device, dtype=torch.float32).contiguous()
                 made = {item.name: source.to(device), scale_of(item.name): row_scales}
+                finite.add(item.name, row_scales * torch.finfo(source.dtype).max)
             else:
                 made = {item.name: dequantise(source, rest[0], dtype, device)}
             finite.add(item.name, *made.values())
@@ -151,6 +153,8 @@ def check_values(
     with _Reader(files) as read:
         for item in plan.tensors:
             parts = _parts(item, read, fingerprint)
+            if item.zero_point is not None:
+                parts.append(int4.ends(parts[1], parts[2], torch.float32))
             if not all(map(is_finite, parts)):
                 nonfinite.append(item.name)
             elif len(item.shape) > 1 and is_constant(parts[0]):

@@ -82,14 +82,15 @@ def test_progress_counts_what_is_loaded(fp8_folder):
     assert seen[-1][:2] == (total, total)
 
 
-@pytest.mark.parametrize("place", ["weight", "scale"])
+@pytest.mark.parametrize("place", ["weight", "scale", "their product"])
 def test_a_value_that_is_no_number_is_found_in_eight_bits_too(fp8_folder, place):
     folder, _, stored = fp8_folder
     name = "text_model.transformer.h.2.mlp.output_experts.weight"
     if place == "weight":
         stored[name].view(torch.uint8).view(-1)[-3] = 0xFF
     else:
-        stored["text_model.transformer.h.2.moe_quant.down_scale"][0, 0] = float("inf")
+        scale = float("inf") if place == "scale" else 3e38
+        stored["text_model.transformer.h.2.moe_quant.down_scale"][0, 0] = scale
     save_file({k: v.contiguous() for k, v in stored.items()}, folder / "model.safetensors")
     for keep in (True, False):
         with pytest.raises(CheckpointError) as caught:

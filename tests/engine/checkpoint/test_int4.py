@@ -116,6 +116,19 @@ def test_faults_are_named(tmp_path, config_of, random_of, raw_of, change, messag
         load_checkpoint(write(tmp_path, stored, raw_of("moondream2")))
 
 
+@pytest.mark.parametrize("narrow", ["stored", "wide"])
+def test_values_beyond_the_range_are_named(tmp_path, config_of, random_of, raw_of, narrow):
+    """Scales and zero points are finite, and their product with a number is not."""
+    config, name = config_of("moondream2"), "text.blocks.1.attn.qkv.weight"
+    stored, _ = in_four_bits(random_of(config, torch.float32), Order.HALVES, group=16)
+    stored[f"model.{name}.scale"][7] = 3e38
+    files = find_files(write(tmp_path, stored, raw_of("moondream2")))
+    plan = plan_checkpoint(read_headers(files), config)
+    with pytest.raises(CheckpointError, match=rf"1 non-finite: model\.{name}\.packed"):
+        load_planned(plan, config, files, torch.float32, "cpu", narrow=narrow)
+    assert check_values(plan, files)[0] == [name]
+
+
 def test_a_merged_variant_of_moondream2_is_a_checkpoint_like_any_other(
     tmp_path, config_of, random_of, raw_of, schemes
 ):
