@@ -38,7 +38,7 @@ async def count_tokens(run: Run, request: pb.CountTokensRequest) -> pb.CountToke
     await run.images.find(images_of(request))
     images = await _measured(run, None)
     await run.accept([Seen(image.size, b"", sum(image.crops)) for image in images])
-    counts = [await _count(run, task) for task in tasks]
+    counts = [await _count(run, task, images) for task in tasks]
     info = run.engine.info
     return pb.CountTokensResponse(
         tasks=counts,
@@ -62,9 +62,11 @@ async def _measured(run: Run, tiles: Tiles | None) -> list[MeasuredImage]:
         return await run.images.measured(tiles)
 
 
-async def _count(run: Run, task: CallTask[Any, Any]) -> pb.TaskTokens:
+async def _count(run: Run, task: CallTask[Any, Any], images: list[MeasuredImage]) -> pb.TaskTokens:
+    """``images``: as tasks without tiles see them."""
     tiles, requests = run.requests_of(task)
-    images = await _measured(run, tiles)
+    if tiles is not None:
+        images = await _measured(run, tiles)
     count = task.kind.num_looks(task.message) * (len(images[0].crops) if images else 1)
     if task.kind.are_samples:  # The requests are equal.
         count, requests = count * len(requests), requests[:1]

@@ -191,3 +191,21 @@ async def test_what_is_refused(serve):
     error = await failure(served.vision.CountTokens(request))
     assert error.code is grpc.StatusCode.NOT_FOUND and error.fields == ["images[0].image_id"]
     assert served.engine.num_requests == 0 and not served.runtime.plans
+
+
+async def test_headers_are_read_once_for_all_tasks_without_tiles(serve, monkeypatch):
+    served = await serve()
+    read, measure = [], served.engine.measure_image
+
+    async def counted(image, **options):
+        read.append(image)
+        return await measure(image, **options)
+
+    monkeypatch.setattr(served.engine, "measure_image", counted)
+    tiled = pb.PointTask(objects=["cat"], tiles=pb.Tiles(rows=2, columns=2))
+    captions = [pb.Task(caption=pb.CaptionTask()) for _ in range(31)]
+    told = await served.vision.CountTokens(
+        pb.CountTokensRequest(images=[raw_image()], tasks=[*captions, pb.Task(point=tiled)])
+    )
+    assert len(told.tasks) == 32 and told.tasks[-1].num_prompts == 5
+    assert len(read) == 2
