@@ -57,9 +57,8 @@ async def of_names(
 ) -> list[Ended[Part]]:
     """The requests of several names, each of which fails alone. Raises an error that is in a field of the task, if
     all fail with such errors."""
-    ended = await all_of(
-        [_named(run, task, index, each, given) for index, each in enumerate(requests)]
-    )
+    named = (_named(run, task, index, each, given) for index, each in enumerate(requests))
+    ended = await few_at_once(named, min(MAX_SEQUENCES, len(requests)))
     faults = [each.task_fault for each in ended if each.task_fault is not None]
     if len(faults) == len(ended):
         raise faults[0]

@@ -167,6 +167,18 @@ async def test_a_call_takes_a_bounded_number_of_places(serve):
     assert MAX_SEQUENCES < most <= 2 * MAX_SEQUENCES
 
 
+async def test_names_begin_when_their_turn_comes(serve):
+    served = await serve(HeldRuntime())
+    find = pb.DetectTask(objects=[f"object {number}" for number in range(256)])
+    tasks = [pb.Task(detect=find) for _ in range(32)]
+    call = served.vision.Analyze(pb.AnalyzeRequest(image=raw_image(), tasks=tasks))
+    await until(lambda: served.engine.num_requests == MAX_SEQUENCES)
+    assert len(asyncio.all_tasks()) < 32 * 50
+    call.cancel()
+    served.runtime.gate.set()
+    await until(lambda: served.engine.num_requests == 0)
+
+
 @pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
 async def test_a_name_that_fails_leaves_the_others_alone(serve, streaming):
     served = await serve()
