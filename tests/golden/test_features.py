@@ -23,7 +23,7 @@ def features(result: Any, **changes: Any) -> ImageFeatures:
     return ImageFeatures(array.tobytes(), rows, dimensions, *result.image_size, **changes)
 
 
-@pytest.mark.slow_with("md2")
+@pytest.mark.slow
 async def test_every_skill_answers_as_about_the_image(
     golden: Golden, golden_folder: Callable[[str], Path], golden_images: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_the_plain_model_gives_the_golden_points(golden: Golden) -> None:
             assert plain.point(image, case["prompt_ids"]) == (x / 1024, y / 1024)
 
 
+@pytest.mark.slow_with("md3")
 async def test_a_gaze_is_that_of_the_plain_model(
     golden: Golden, golden_folder: Callable[[str], Path], golden_images: Path, tmp_path: Path
 ) -> None:
@@ -103,7 +104,7 @@ def accurate_gaze(golden: Golden, picture: Image.Image, face: dict[str, float], 
     return sum(x for x, _ in kept) / len(kept), sum(y for _, y in kept) / len(kept)
 
 
-@pytest.mark.slow_with("md3")
+@pytest.mark.slow
 async def test_an_accurate_gaze_is_that_of_the_plain_model(
     golden: Golden, golden_folder: Callable[[str], Path], golden_images: Path
 ) -> None:

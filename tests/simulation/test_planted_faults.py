@@ -130,7 +130,7 @@ FAULTS = [
     (a_wake_up_is_lost, 0, "did not end within"),
     (the_places_of_several_looks_are_kept, 0, "held"),
     (the_memory_of_a_message_is_kept, 2, "bytes of messages are held"),
-    (a_request_that_loses_two_places_is_cancelled, 16, "was cancelled, and by nobody"),
+    (a_request_that_loses_two_places_is_cancelled, 74, "was cancelled, and by nobody"),
     (other_samples_go_on_when_one_has_ended, 2, "ended, and a request of it goes on"),
     (the_error_of_a_mask_wakes_nobody, 126, "no step ended for"),
 ]

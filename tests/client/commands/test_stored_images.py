@@ -175,7 +175,7 @@ def test_serve_takes_the_guides_skill(tmp_path):
             done = run_forked([*program, "run", "yes_no", IMAGE, *asked], **options)
             assert json.loads(done.stdout) in ({"yes": True}, {"yes": False}), done.stderr
             listed = run_forked([*program, "models", "--server", target], **options)
-            assert "segment, yes_no" in listed.stdout
+            assert "gaze, yes_no" in listed.stdout
         finally:
             server.send_signal(signal.SIGTERM)
     assert server.returncode == 0
