@@ -26,16 +26,16 @@ class Request:
     request with what it adds.
 
     ``images``: in the order of the prompt, as they are given to `InferenceEngine.submit`, then prepared. ``adapter``:
-    its name, then the loaded adapter; None: that of the engine, if it has one. ``deadline_at``: an instant of the
-    engine's clock after which nothing is begun for the request; all stages share it. The other fields that a caller
-    sets are as in `CallerOptions`.
+    its name; None: that of the engine, if it has one. ``deadline_at``: an instant of the engine's clock after which
+    nothing is begun for the request; all stages share it. The other fields that a caller sets are as in
+    `CallerOptions`.
     """
 
     skill: str
     images: tuple[Any, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    adapter: str | Adapter | None = None
+    adapter: str | None = None
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     priority: str = "normal"
     deadline_at: float | None = None
@@ -45,6 +45,8 @@ class Request:
     checked: SkillRequest | None = None
     """What the skill makes of arguments and settings; None until the request has all that it needs, as ``timings``."""
     timings: FrontTimings | None = None
+    loaded: Adapter | None = None
+    """The adapter that applies to the request, loaded with the rest of what it needs."""
 
 
 class CallerOptions(TypedDict, total=False):

@@ -21,7 +21,6 @@ from ..skills.prompts import build_prompt
 from ..steps.active import SkillSubmission
 from ..steps.delivery import Finished
 from ..steps.loop import EngineLoop
-from ..types.adapter import Adapter
 from ..types.events import FinishReason, SeenImage
 from ..types.requests import PreparedImage, PreparedTiles
 from ..types.step import TokenRule
@@ -104,8 +103,7 @@ class SequenceStart:
     ) -> SkillSubmission:
         """One sequence of a request. ``images``: those of its prompt."""
         assert request.checked is not None and request.timings is not None
-        adapter, arrived_at = request.adapter, request.timings.accepted_at
-        assert not isinstance(adapter, str), "adapters are loaded first"
+        adapter, arrived_at = request.loaded, request.timings.accepted_at
         namespace: Hashable = request.cache_salt
         if adapter is not None:
             namespace = (request.cache_salt, adapter.key)
@@ -149,12 +147,11 @@ class SequenceStart:
 
 def _check_features(request: Request, checked: SkillRequest) -> None:
     """Raises InvalidRequest."""
-    images, adapter = request.images, request.adapter
-    assert not isinstance(adapter, str), "adapters are loaded first"
+    images = request.images
     for index, image in enumerate(images):
         if isinstance(image, PreparedImage):
             at = ("image",) if len(images) == 1 else ("images", index)
-            check_features(image, checked, adapter, at)
+            check_features(image, checked, request.loaded, at)
 
 
 def _sequences(request: Request) -> list[tuple[PreparedImage, ...]]:
@@ -164,8 +161,8 @@ def _sequences(request: Request) -> list[tuple[PreparedImage, ...]]:
         looks += [(look,) for look in images[0].looks]
     else:
         looks.append(images)
-    adapter = request.adapter
-    if isinstance(adapter, Adapter) and adapter.changes_vision:
+    adapter = request.loaded
+    if adapter is not None and adapter.changes_vision:
         looks = [tuple(image.with_adapter(adapter) for image in each) for each in looks]
     return looks
 

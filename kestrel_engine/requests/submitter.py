@@ -147,14 +147,14 @@ class Submitter:
             self.places.take_more(place, count - 1)
         engine = _Services(self, request, place)
         checked = await checked.before_images(engine)
-        adapter = await self._loaded(request, engine, held)
+        loaded = await self._loaded(request, engine, held)
         images, timings = await self.images.prepare(request, accepted_at, place)
         began, before = clock.now(), checked
         checked = await checked.after_images(engine, images)
         if checked is not before:
             timings = dataclasses.replace(timings, looking_s=clock.now() - began)
         return dataclasses.replace(
-            request, checked=checked, adapter=adapter, images=images, timings=timings
+            request, checked=checked, loaded=loaded, images=images, timings=timings
         )
 
     async def _checked(
@@ -174,7 +174,6 @@ class Submitter:
         name = request.adapter
         if name is None:
             return self._lora
-        assert isinstance(name, str), "the name was checked"
         acquired = self._library(name).acquire(name)
         lease = await engine.wait(acquired, "before the adapter was loaded")
         held.callback(lease.give_back)
