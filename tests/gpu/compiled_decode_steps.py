@@ -25,6 +25,7 @@ from kestrel_engine.compiling.cards import card_of
 from kestrel_engine.compiling.launches import compiled_launches
 from kestrel_engine.compiling.stand_in_card import stand_in
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
+from kestrel_engine.runtime.gpu.text.options import TextOptions
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.model_config import Family, ModelConfig, parse_model_config
 
@@ -47,7 +48,9 @@ def compile_steps(family: Family, rows: list[int]) -> None:
         tensors = random_checkpoint(config, 0, torch.bfloat16, device, keep_fp8=True).tensors
         packed = pack_weights(config, tensors)
         fused = FusedText(
-            text, packed, max_rows=max(rows), page_size=10, pdl=True, fp8=True, fp8_decode=True
+            text,
+            packed,
+            TextOptions(max_rows=max(rows), page_size=10, pdl=True, fp8=True, fp8_decode=True),
         )
         shape = text.n_layers, 1000, text.n_heads, text.head_dim
         keys, values = (

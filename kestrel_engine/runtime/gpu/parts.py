@@ -31,6 +31,7 @@ from .state.sequence_state import SequenceState
 from .state.staging import Uploader
 from .step_results import StepResults
 from .text.decoder import FusedText
+from .text.options import TextOptions
 from .vision.graphs import VisionGraphs
 from .vision.images import EncodedImages
 from .vision.tower import MAX_CROPS, FusedVision
@@ -184,15 +185,17 @@ class Parts:
         return FusedText(
             self._config.text,
             tensors,
-            max_rows=options.max_batch_size,
-            page_size=options.page_size,
-            pdl=device.type == "cuda" and capabilities(device).compute_capability == (9, 0),
-            attention=planned,
-            fp8=options.fp8_gemms in FP8_PREFILL,
-            fp8_decode=options.fp8_gemms in FP8_DECODE,
-            kv_scales=options.kv_scales,
-            decode_priority=self.lanes.decode_priority,
-            adapters=options.adapters,
+            TextOptions(
+                max_rows=options.max_batch_size,
+                page_size=options.page_size,
+                pdl=device.type == "cuda" and capabilities(device).compute_capability == (9, 0),
+                attention=planned,
+                fp8=options.fp8_gemms in FP8_PREFILL,
+                fp8_decode=options.fp8_gemms in FP8_DECODE,
+                kv_scales=options.kv_scales,
+                priority=self.lanes.decode_priority,
+                adapters=options.adapters,
+            ),
         )
 
     def _vision(self, tensors: dict[str, Tensor]) -> FusedVision:

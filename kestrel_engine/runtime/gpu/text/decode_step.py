@@ -35,13 +35,13 @@ from ....models.layers import LayerNorm, Linear
 from ....models.text import Moe
 from ....types.model_config import TextConfig
 from ..adapters.decode_changes import DecodeChanges
-from ..adapters.layout import SlabLayout
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention, PagedDecode
 from ..capture import rehearsed
 from ..gemm import Fp8Linear, linear, wide
 from ..streams import own_stream
 from .layers import Fp8Products, TextLayer
+from .options import TextOptions
 from .step_buffers import NarrowWeights, StepBuffers, shaped
 
 INLINE_TAU_ROWS = 64
@@ -58,9 +58,6 @@ AHEAD_ROWS = range(2, 17)
 class DecodePass:
     """Owns the buffers of a step of up to ``max_rows`` rows. All steps share them, so they run one after the other.
 
-    ``pdl``: launch kernels early (programmatic dependent launch, sm_90). ``priority``: of the second stream.
-    ``attention``: None for our own kernel. ``adapters``: the layout of adapters' slabs; None if rows have none.
-
     ``fp8``: the layers' weights in FP8; empty to use none. Steps of up to `MAX_ROWS` rows without adapters read them,
     with experts steps of up to `MAX_TOKENS` rows; the changes by adapters are not small beside the error of FP8. Such
     steps compute in float16, because widening e4m3 to it takes a third of the instructions that bfloat16 takes. The
@@ -73,13 +70,7 @@ class DecodePass:
         layers: list[TextLayer],
         post_ln: LayerNorm,
         angles: tuple[Tensor, Tensor],
-        *,
-        max_rows: int,
-        page_size: int,
-        pdl: bool,
-        priority: int = 0,
-        attention: DecodeAttention | None = None,
-        adapters: SlabLayout | None = None,
+        options: TextOptions,
         fp8: Sequence[Fp8Products] = (),
     ) -> None:
         self._config, self._layers, self._post_ln = config, layers, post_ln
@@ -88,10 +79,10 @@ class DecodePass:
         device = weight.device
         # Experts run on this stream, concurrently with attention.
         concurrent = config.moe is not None and weight.is_cuda
-        self._side = own_stream(device, priority=priority) if concurrent else None
+        self._side = own_stream(device, priority=options.priority) if concurrent else None
         self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
-        self._early = pdl and weight.is_cuda
-        self._max_rows = max_rows
+        self._early = options.pdl and weight.is_cuda
+        self._max_rows = max_rows = options.max_rows
         dim, heads = config.dim, config.n_heads
         widest = max(layer.reads.weight.shape[0] for layer in layers)
         chosen = config.moe.experts_per_token if config.moe else 1
@@ -117,7 +108,7 @@ class DecodePass:
         )
         self._stream = weight.new_empty(ahead * dim)
         # FlashInfer's attention does not add up partial tau content.
-        self._inline_tau = INLINE_TAU_ROWS if attention is None else 0
+        self._inline_tau = INLINE_TAU_ROWS if options.attention is None else 0
         inputs = [
             *(linear.weight for each in layers for linear in (each.reads, each.qkv)),
             *(each.reads.weight for each in fp8),
@@ -129,17 +120,21 @@ class DecodePass:
         ]
         self._content = floats(max([1, *tau_parts]), max_rows, 2 * heads)
         self._changes: DecodeChanges | None = None
-        if adapters is not None:
-            self._changes = DecodeChanges(adapters, layers, max_rows, device)
+        if options.adapters is not None:
+            self._changes = DecodeChanges(options.adapters, layers, max_rows, device)
         self._router_weights = floats(max_rows, chosen)
         self._chosen = torch.empty(max_rows * chosen, dtype=torch.int32, device=device)
         if config.moe is not None:
             few = min(max_rows, MAX_TOKENS)
             self._router = RouterWorkspace(few, config.moe.num_experts, weight.dtype, device)
-        if attention is None:
-            sizes = {"max_rows": max_rows, "page_size": page_size}
-            attention = PagedDecode(config, weight.dtype, device, early=self._early, **sizes)
-        self._attention = attention
+        self._attention: DecodeAttention = options.attention or PagedDecode(
+            config,
+            weight.dtype,
+            device,
+            max_rows=max_rows,
+            page_size=options.page_size,
+            early=self._early,
+        )
 
     def __call__(
         self,

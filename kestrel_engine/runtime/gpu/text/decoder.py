@@ -5,7 +5,7 @@ It works on a flat batch of tokens and the paged KV cache. Both passes overwrite
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -20,17 +20,17 @@ from ....kernels.linear.fp8_rows import Fp8Rows, layer_norm_fp8, quantise_rows
 from ....kernels.linear.skinny_linear import skinny_linear
 from ....kernels.moe.prefill import moe_prefill
 from ....kernels.moe.route import route
-from ....models.kv_format import Scales
 from ....models.layers import LayerNorm, Linear, Tensors
 from ....types.model_config import TextConfig
 from ..adapters.decode_changes import expert_changes
-from ..adapters.layout import BlockPlaces, SlabLayout
+from ..adapters.layout import BlockPlaces
 from ..adapters.pass_slabs import PassAdapters
 from ..attention.decode import DecodeAttention
 from ..capture import rehearsed
 from ..gemm import add_linear, linear, linear_gelu, require_exact, wide
 from .decode_step import DecodePass
 from .layers import Fp8Products, TextLayer, load_layers, rotary_angles
+from .options import TextOptions
 
 SKINNY_LOGITS = 32
 """The most rows for which our own kernel computes the vocabulary head. For more rows, cuBLAS is faster (H200: 53 us
@@ -52,59 +52,24 @@ class FusedText:
     """The text decoder.
 
     ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of the computation;
-    experts may be in FP8. ``max_rows``: the most rows of a decode step. ``pdl``: launch decode kernels before the
-    preceding kernels have ended (sm_90). ``attention``: for decode steps; None for our own kernel. ``fp8``: prefill
-    computes qkv and the dense layers' fc1, proj and fc2 in FP8, with FP8 copies of their weights. ``fp8_decode``:
-    decode steps read these copies too, and those of proj in MoE layers. ``kv_scales``: the scales of each layer for an
-    FP8 KV cache. ``decode_priority``: of the streams of a decode step, as in torch.
-    ``adapters``: the layout of adapters' slabs; None if rows have none.
-
-    Raises ConfigError for shapes that do not support FP8.
+    experts may be in FP8. Raises ConfigError for shapes that do not support FP8.
     """
 
-    def __init__(
-        self,
-        config: TextConfig,
-        tensors: Tensors,
-        *,
-        max_rows: int,
-        page_size: int,
-        pdl: bool = False,
-        attention: DecodeAttention | None = None,
-        fp8: bool = False,
-        fp8_decode: bool = False,
-        kv_scales: Sequence[Scales] | None = None,
-        decode_priority: int = 0,
-        adapters: SlabLayout | None = None,
-    ) -> None:
-        self.config = config
-        self.layers, self._pending = load_layers(config, tensors, kv_scales)
-        self.fp8, self._layout = fp8, adapters
-        self.fp8_products = (
-            [Fp8Products.of(layer, decode=fp8_decode) for layer in self.layers] if fp8 else []
-        )
-        self._fp8_decode = self.fp8_products if fp8_decode else []
+    def __init__(self, config: TextConfig, tensors: Tensors, options: TextOptions) -> None:
+        self.config, self._options = config, options
+        self.layers, self._pending = load_layers(config, tensors, options.kv_scales)
+        self.fp8_products = [
+            Fp8Products.of(layer, decode=options.fp8_decode) for layer in self.layers if options.fp8
+        ]
         self._post_ln = LayerNorm.load(tensors, "text.post_ln")
         self._lm_head = Linear.load(tensors, "text.lm_head")
         require_exact(self._lm_head.weight.dtype)
         device = self._pending.device
-        self._early = pdl and device.type == "cuda"
+        self._early = options.pdl and device.type == "cuda"
         self._cos, self._sin = rotary_angles(config, device)
         self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
-        self._decode = DecodePass(
-            config,
-            self.layers,
-            self._post_ln,
-            (self._cos, self._sin),
-            priority=decode_priority,
-            max_rows=max_rows,
-            page_size=page_size,
-            pdl=pdl,
-            attention=attention,
-            adapters=adapters,
-            # FlashInfer's attention reads keys and queries of one dtype.
-            fp8=self._fp8_decode if attention is None else (),
-        )
+        # FlashInfer's attention reads keys and queries of one dtype.
+        self._decode = self._pass(options, narrow=options.attention is None)
 
     @property
     def early(self) -> bool:
@@ -180,8 +145,9 @@ class FusedText:
         return x.add_(self._pending)
 
     def _places(self, layer: TextLayer) -> BlockPlaces:
-        assert self._layout is not None, "this runtime computes no adapters"
-        return self._layout.blocks[layer.index]
+        layout = self._options.adapters
+        assert layout is not None, "this runtime computes no adapters"
+        return layout.blocks[layer.index]
 
     def _norm_fp8(self, layer: TextLayer, x: Tensor, u: Tensor, add: Tensor | None) -> Fp8Rows:
         """Returns the LayerNorm of ``x + add`` in FP8. In an MoE layer, also writes it to ``u``, for the router."""
@@ -273,18 +239,20 @@ class FusedText:
 
         ``attention``: stores the keys and values of all rows, then attends.
         """
-        return DecodePass(
-            self.config,
-            self.layers,
-            self._post_ln,
-            (self._cos, self._sin),
-            max_rows=max_rows,
-            page_size=page_size,
-            pdl=self._early,
-            attention=attention,
-            adapters=self._layout,
-            fp8=self._fp8_decode,
+        return self._pass(
+            replace(
+                self._options,
+                attention=attention,
+                max_rows=max_rows,
+                page_size=page_size,
+                priority=0,
+            )
         )
+
+    def _pass(self, options: TextOptions, *, narrow: bool = True) -> DecodePass:
+        fp8 = self.fp8_products if options.fp8_decode and narrow else ()
+        angles = self._cos, self._sin
+        return DecodePass(self.config, self.layers, self._post_ln, angles, options, fp8)
 
     def logits(
         self, hidden: Tensor, *, normed: Tensor | None = None, out: Tensor | None = None

@@ -21,6 +21,7 @@ from kestrel_engine.runtime.gpu.gemm import Fp8Linear, fp8_refused
 from kestrel_engine.runtime.gpu.text import decode_step
 from kestrel_engine.runtime.gpu.text import decoder as text_module
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
+from kestrel_engine.runtime.gpu.text.options import TextOptions
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.model_config import ModelConfig
@@ -138,7 +139,9 @@ class Prompt:
     def __call__(self, *, fp8: bool, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The stream, and keys and values of the pool."""
         text = self._config.text
-        fused = FusedText(text, self._packed, max_rows=1, page_size=self._count, fp8=fp8)
+        fused = FusedText(
+            text, self._packed, TextOptions(max_rows=1, page_size=self._count, fp8=fp8)
+        )
         shape = (2, text.n_layers, self._count, text.n_heads, text.head_dim)
         pool = torch.zeros(shape, device=DEVICE, dtype=DTYPE)
         places = torch.arange(self._count, device=DEVICE)
@@ -197,7 +200,7 @@ def step(
     """The stream after a decode step of rows at position 2, always with the same stream and pool."""
     text, page = config.text, 4
     torch.manual_seed(1)
-    fused = FusedText(text, tensors, max_rows=3, page_size=page, **kwargs)
+    fused = FusedText(text, tensors, TextOptions(max_rows=3, page_size=page, **kwargs))
     shape = (2, text.n_layers, 4 * page, text.n_heads, text.head_dim)
     pool = torch.randn(shape, device=DEVICE).to(DTYPE)
     x = torch.randn(rows, text.dim, device=DEVICE).to(DTYPE)
@@ -241,7 +244,9 @@ def test_a_decode_step_multiplies_the_rounded_weights(family, inline_tau, monkey
 @pytest.mark.parametrize(("which", "decode"), [("prefill", False), ("all", True)])
 def test_the_copies_of_weights_take_the_bytes_that_are_reserved(family, which, decode):
     config, tensors = packed(family)
-    fused = FusedText(config.text, tensors, max_rows=1, page_size=4, fp8=True, fp8_decode=decode)
+    fused = FusedText(
+        config.text, tensors, TextOptions(max_rows=1, page_size=4, fp8=True, fp8_decode=decode)
+    )
     copies = [
         linear for each in fused.fp8_products for linear in (each.reads, each.writes) if linear
     ]
@@ -276,7 +281,7 @@ def test_a_few_prompt_tokens_multiply_the_rounded_weights(family):
     slots = torch.tensor([0, 1, 2, 2 * page, 2 * page + 1], device=DEVICE)
 
     def prompt(**kwargs: bool) -> tuple[Tensor, Tensor]:
-        fused = FusedText(text, tensors, max_rows=1, page_size=page, **kwargs)
+        fused = FusedText(text, tensors, TextOptions(max_rows=1, page_size=page, **kwargs))
         few = fused.few_tokens(PagedPrompts(table, page), max_rows=count, page_size=page)
         shape = (2, text.n_layers, 4 * page, text.n_heads, text.head_dim)
         pool = torch.zeros(shape, device=DEVICE, dtype=DTYPE)

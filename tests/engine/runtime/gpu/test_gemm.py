@@ -5,6 +5,7 @@ import torch
 
 from kestrel_engine.runtime.gpu.gemm import require_exact
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
+from kestrel_engine.runtime.gpu.text.options import TextOptions
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.models.small import random_tensors, small_config
@@ -27,7 +28,7 @@ def test_a_float32_model_is_refused_where_tf32_is_on(tf32):
     config = small_config("moondream2")
     tensors = pack_weights(config, random_tensors(config))
     with pytest.raises(AssertionError, match="float32 products are high"):
-        FusedText(config.text, tensors, max_rows=1, page_size=5)
+        FusedText(config.text, tensors, TextOptions(max_rows=1, page_size=5))
     with pytest.raises(AssertionError, match="float32 products are high"):
         FusedVision(config.vision, tensors)
     require_exact(torch.bfloat16)

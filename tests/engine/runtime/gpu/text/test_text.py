@@ -15,6 +15,7 @@ from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu import gemm
 from kestrel_engine.runtime.gpu.text import decode_step as text_decode
 from kestrel_engine.runtime.gpu.text.decoder import FusedText
+from kestrel_engine.runtime.gpu.text.options import TextOptions
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.model_config import ModelConfig
 from tests.checkpoint_loading import load_checkpoint
@@ -49,7 +50,7 @@ class Pair:
     def of(cls, config: ModelConfig, tensors: dict[str, Tensor], **options) -> Pair:
         there = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
         options = {"max_rows": 4, "page_size": PAGE} | options
-        fused = FusedText(config.text, pack_weights(config, there), **options)
+        fused = FusedText(config.text, pack_weights(config, there), TextOptions(**options))
         text = config.text
         shape = (2, text.n_layers, (SPARE + 1) * PAGE, text.n_heads, text.head_dim)
         pools = [
