@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kestrel_engine.errors import ConfigError
-from kestrel_engine.runtime.gpu.attention.decode import FlashInferRows
+from kestrel_engine.runtime.gpu.attention.decode import AttentionInputs, FlashInferRows
 from kestrel_engine.runtime.gpu.attention.flashinfer_paged import FlashInfer
 from kestrel_engine.runtime.gpu.device import library_version
 from kestrel_engine.runtime.gpu.parts import Options
@@ -222,7 +222,8 @@ def check_decode(device: torch.device, *, tau: bool, captured: bool) -> None:
 
     def step() -> None:
         rows, angles = (ints, ints, case.page_table), (case.cos, case.sin)
-        attention(qkv, case.keys, case.values, rows, angles, factors, out)
+        pool = case.keys, case.values
+        attention(AttentionInputs(qkv, pool, rows, angles, factors, out))
 
     attention.plan(padded, [])
     step()

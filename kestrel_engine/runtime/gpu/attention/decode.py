@@ -8,8 +8,9 @@ step (`FlashInferRows.plan`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -30,30 +31,29 @@ EARLY_ROWS = 2
 """The most rows for which attention is launched before the preceding GEMM has ended."""
 
 
-class DecodeAttention(Protocol):
-    """Attention of one layer, for M rows of one token."""
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What attention of one layer reads, for M rows of one token, and where it writes.
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: tuple[Tensor, Tensor, Tensor],
-        angles: tuple[Tensor, Tensor],
-        tau: tuple[Tensor, Tensor] | None,
-        out: Tensor,
-        scales: Scales = UNSCALED,
-        *,
-        shared: SharedPrefixes | None = None,
-    ) -> object:
-        """Computes the attention output into ``out`` [M, H*D], which may be the columns of v.
+    ``qkv``: [M, >= 3*H*D], before RoPE and tau factors; it may be overwritten. ``pool``: keys and values, both
+    [num_slots, H, D], in FP8 divided by ``scales``. ``rows``: positions and row_seq, both [M] int32, and page_table
+    [num_seqs, max_pages] int32. ``angles``: cos and sin, both [max_positions, rotary_dim / 2] float32. ``tau``: raw
+    content [M, 2*H] and alpha [H], both float32. ``out``: [M, H*D], which may be the columns of v. ``shared``: as for
+    `paged_decode`.
+    """
 
-        ``qkv``: [M, >= 3*H*D], before RoPE and tau factors; it may be overwritten. ``keys``, ``values``: [num_slots, H,
-        D], in FP8 divided by ``scales``. ``rows``: positions and row_seq, both [M] int32, and page_table [num_seqs,
-        max_pages] int32. ``angles``: cos and sin, both [max_positions, rotary_dim / 2] float32. ``tau``: raw content
-        [M, 2*H] and alpha [H], both float32. ``shared``: as for `paged_decode`.
-        """
-        ...
+    qkv: Tensor
+    pool: tuple[Tensor, Tensor]
+    rows: tuple[Tensor, Tensor, Tensor]
+    angles: tuple[Tensor, Tensor]
+    tau: tuple[Tensor, Tensor] | None
+    out: Tensor
+    scales: Scales = UNSCALED
+    shared: SharedPrefixes | None = None
+
+
+DecodeAttention: TypeAlias = Callable[[AttentionInputs], object]
+"""Computes the attention output of one layer."""
 
 
 class PagedDecode:
@@ -77,38 +77,28 @@ class PagedDecode:
         ]
         self._workspace = DecodeWorkspace.allocate(shapes, config.n_heads, config.head_dim, device)
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: tuple[Tensor, Tensor, Tensor],
-        angles: tuple[Tensor, Tensor],
-        tau: tuple[Tensor, Tensor] | None,
-        out: Tensor,
-        scales: Scales = UNSCALED,
-        *,
-        shared: SharedPrefixes | None = None,
-    ) -> None:
-        positions, row_seq, page_table = rows
+    def __call__(self, inputs: AttentionInputs) -> None:
+        positions, row_seq, page_table = inputs.rows
+        keys, values = inputs.pool
+        rows = len(inputs.qkv)
         paged_decode(
-            qkv,
+            inputs.qkv,
             keys,
             values,
             page_table,
             row_seq,
             positions,
-            *angles,
+            *inputs.angles,
             page_size=self._page_size,
-            tau=tau,
-            scales=scales,
-            splits=self._splits(len(qkv), keys.dtype),
+            tau=inputs.tau,
+            scales=inputs.scales,
+            splits=self._splits(rows, keys.dtype),
             workspace=self._workspace,
-            out=out,
+            out=inputs.out,
             # More rows fill the GPU without overlap, and waiting programs take resources from the GEMM: with 16 rows, a
             # layer took 84 us on an H200 with an early launch and takes 65 us without.
-            pdl=self._early and len(qkv) <= EARLY_ROWS,
-            shared=shared,
+            pdl=self._early and rows <= EARLY_ROWS,
+            shared=inputs.shared,
         )
 
     def _splits(self, rows: int, pool: torch.dtype) -> int:
@@ -157,29 +147,17 @@ class FlashInferRows:
         tables = [*(row.page_table for row in rows), *[(self._spare_page,)] * spare]
         self._decoder(padded).plan(tables, [*(p + 1 for p in positions), *[1] * spare])
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: tuple[Tensor, Tensor, Tensor],
-        angles: tuple[Tensor, Tensor],
-        tau: tuple[Tensor, Tensor] | None,
-        out: Tensor,
-        scales: Scales = UNSCALED,
-        *,
-        shared: SharedPrefixes | None = None,
-    ) -> None:
+    def __call__(self, inputs: AttentionInputs) -> None:
         """As `DecodeAttention`, but with the positions and pages of the plan instead of ``rows``."""
-        assert shared is None, "the host plans for each row"
-        assert scales == UNSCALED, "FlashInfer reads the model's dtype only"
-        count = len(qkv)
+        assert inputs.shared is None, "the host plans for each row"
+        assert inputs.scales == UNSCALED, "FlashInfer reads the model's dtype only"
+        qkv, count = inputs.qkv, len(inputs.qkv)
         on_device = self._places.device
         positions, slots = on_device["positions"][:count], on_device["slots"][:count]
-        rope_store(qkv, positions, slots, keys, values, *angles, tau=tau)
+        rope_store(qkv, positions, slots, *inputs.pool, *inputs.angles, tau=inputs.tau)
         heads = self._config.n_heads, self._config.head_dim
         q = qkv[:, : self._config.dim].unflatten(1, heads)
-        self._by_rows[count](q, keys, values, out)
+        self._by_rows[count](q, *inputs.pool, inputs.out)
 
     def _decoder(self, rows: int) -> FlashInferDecode:
         found = self._by_rows.get(rows)
@@ -205,32 +183,20 @@ class PagedPrompts:
     def __init__(self, page_table: Tensor, page_size: int) -> None:
         self._page_table, self._page_size = page_table, page_size
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: tuple[Tensor, Tensor, Tensor],
-        angles: tuple[Tensor, Tensor],
-        tau: tuple[Tensor, Tensor] | None,
-        out: Tensor,
-        scales: Scales = UNSCALED,
-        *,
-        shared: SharedPrefixes | None = None,
-    ) -> None:
+    def __call__(self, inputs: AttentionInputs) -> None:
         """As `DecodeAttention`. ``rows``: positions and slots, both [M] int64, and the tiles of `paged_text`."""
-        assert shared is None, "tiles of one sequence share their reads already"
-        positions, slots, tiles = rows
-        rope_store(qkv, positions, slots, keys, values, *angles, tau=tau, scales=scales)
-        _, heads, head_dim = keys.shape
+        assert inputs.shared is None, "tiles of one sequence share their reads already"
+        qkv, pool, scales = inputs.qkv, inputs.pool, inputs.scales
+        positions, slots, tiles = inputs.rows
+        rope_store(qkv, positions, slots, *pool, *inputs.angles, tau=inputs.tau, scales=scales)
+        _, heads, head_dim = pool[0].shape
         q = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
         paged_text(
             q,
-            keys,
-            values,
+            *pool,
             self._page_table,
             tiles,
             page_size=self._page_size,
             scales=scales,
-            out=out,
+            out=inputs.out,
         )

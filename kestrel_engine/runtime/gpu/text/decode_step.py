@@ -36,7 +36,7 @@ from ....models.text import Moe
 from ....types.model_config import TextConfig
 from ..adapters.decode_changes import DecodeChanges
 from ..adapters.pass_slabs import PassAdapters
-from ..attention.decode import DecodeAttention, PagedDecode
+from ..attention.decode import AttentionInputs, DecodeAttention, PagedDecode
 from ..capture import rehearsed
 from ..gemm import Fp8Linear, linear, wide
 from ..streams import own_stream
@@ -269,9 +269,10 @@ class DecodePass:
         def attend(reads: Linear | Fp8Linear, *, gelu_from: int | None = None) -> None:
             out = read[:, : reads.weight.shape[0]]
             factors = self._linear_and_tau(layer, u, reads, out, adapters, gelu_from=gelu_from)
-            scales = layer.kv_scales
             self._attention(
-                read, *pool, rows, self._angles, factors, attended, scales, shared=shared
+                AttentionInputs(
+                    read, pool, rows, self._angles, factors, attended, layer.kv_scales, shared
+                )
             )
 
         if moe is None:

@@ -14,7 +14,7 @@ from kestrel_engine.runtime.gpu import parts
 from kestrel_engine.runtime.gpu.attention import blocks as block_attention
 from kestrel_engine.runtime.gpu.attention import prefill as prefill_attention
 from kestrel_engine.runtime.gpu.attention.blocks import BlockAttention
-from kestrel_engine.runtime.gpu.attention.decode import FlashInferRows
+from kestrel_engine.runtime.gpu.attention.decode import AttentionInputs, FlashInferRows
 from kestrel_engine.runtime.gpu.attention.prefill import AttentionChoice, choose_attention
 from kestrel_engine.runtime.gpu.graphs import ladder
 from kestrel_engine.runtime.gpu.parts import Options
@@ -72,7 +72,8 @@ def run(attention: FlashInferRows, case: Case, padded: int) -> torch.Tensor:
     ints = torch.zeros(padded, dtype=torch.int32, device=DEVICE)
     out = qkv[:, 2 * dim : 3 * dim]
     rows = ints, ints, case.page_table
-    attention(qkv, case.keys, case.values, rows, (case.cos, case.sin), tau, out)
+    pool, angles = (case.keys, case.values), (case.cos, case.sin)
+    attention(AttentionInputs(qkv, pool, rows, angles, tau, out))
     assert qkv[:, 3 * dim :].equal(case_padding(case, spare, dim)), "the MLP's columns are its own"
     return out
 
