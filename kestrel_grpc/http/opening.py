@@ -16,7 +16,7 @@ from ..telemetry.opening import Telemetry
 from .services import HttpServices
 
 if TYPE_CHECKING:
-    from .listener import HttpListener
+    from .port.listener import HttpListener
 
 _PACKAGES = "orjson, starlette and uvicorn"
 
@@ -34,10 +34,10 @@ def open_http(
     check_exposure(config.http_listen, security)
     try:
         from .app import application
-        from .connections import HttpConnections
         from .edge import HttpEdge
         from .fetching import ImageFetcher
-        from .listener import HttpListener
+        from .port.connections import HttpConnections
+        from .port.listener import HttpListener
     except ModuleNotFoundError as error:
         raise AddressError(
             f"cannot listen for HTTP: the package {error.name} is not installed; --http-listen needs {_PACKAGES}, "

@@ -63,7 +63,7 @@ from .interpreter import follow_heap
 from .open_files import FileWatch
 
 if TYPE_CHECKING:
-    from ..http.listener import HttpListener
+    from ..http.port.listener import HttpListener
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ IMPORTED = (
     "kestrel_engine.runtime.torch_runtime",
     "kestrel_grpc.cli.serve",
     "kestrel_grpc.http.app",
-    "kestrel_grpc.http.listener",
+    "kestrel_grpc.http.port.listener",
     "kestrel_grpc.process.serving",
     "kestrel_grpc.workers.worker",
     "tests.engine.fakes",

@@ -6,8 +6,8 @@ import h11
 import pytest
 from hypothesis import strategies as st
 
-from kestrel_grpc.http.framing import HEAD_BYTES, HEAD_LINES, RefusedRequest, RequestFraming
-from kestrel_grpc.http.listener import _Turns
+from kestrel_grpc.http.port.framing import HEAD_BYTES, HEAD_LINES, RefusedRequest, RequestFraming
+from kestrel_grpc.http.port.listener import _Turns
 from tests.examples import given_examples
 
 POST = b"POST /v1/query HTTP/1.1\r\nhost: a\r\n"

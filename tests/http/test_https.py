@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from kestrel_grpc.http import listener
+from kestrel_grpc.http.port import listener
 from kestrel_grpc.security.identity import revocation
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token

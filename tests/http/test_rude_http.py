@@ -11,8 +11,8 @@ import json
 import pytest
 
 from kestrel_engine import EngineOverloaded
-from kestrel_grpc.http import listener
 from kestrel_grpc.http.edge import ServiceCall
+from kestrel_grpc.http.port import listener
 from kestrel_grpc.security.connections import connection_guard
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.http import HttpConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel_grpc.http.listener import _READ_BYTES
+from kestrel_grpc.http.port.listener import _READ_BYTES
 from kestrel_grpc.process import server
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig

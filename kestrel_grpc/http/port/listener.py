@@ -14,16 +14,16 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..security.connections.connection_guard import ConnectionGuard
-from ..security.hosts import Hosts
-from ..security.identity.certificates import shown_by
-from ..security.identity.tls import RenewedContext
-from ..settings.addresses import AddressError, check_free, close_address, unix_path, with_port
-from ..settings.http import HttpConfig
-from ..settings.security import SecurityConfig
-from .accepting import Acceptor
+from ...security.connections.connection_guard import ConnectionGuard
+from ...security.hosts import Hosts
+from ...security.identity.certificates import shown_by
+from ...security.identity.tls import RenewedContext
+from ...settings.addresses import AddressError, check_free, close_address, unix_path, with_port
+from ...settings.http import HttpConfig
+from ...settings.security import SecurityConfig
+from ..context import CERTIFICATE
+from .acceptor import Acceptor
 from .connections import HttpConnections
-from .context import CERTIFICATE
 from .framing import HEAD_BYTES, RefusedRequest, RequestFraming
 
 _HEAD_S = 10.0

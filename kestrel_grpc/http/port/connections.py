@@ -10,8 +10,8 @@ import asyncio
 import itertools
 import socket
 
-from ..security.connections.accepted import Accepted
-from .context import peer_of
+from ...security.connections.accepted import Accepted
+from ..context import peer_of
 
 
 class HttpConnections:
