@@ -105,6 +105,7 @@ def _check(
     """Checks everything that serving checks before it reads the model's files or opens a port. Raises SettingsError,
     CommandError."""
     from ..images.shared.shared_images import SharedImages
+    from ..monitoring.audit import AuditLog
     from ..process.serving import FAILURES
     from ..security.listening import check_files_and_addresses
 
@@ -117,6 +118,8 @@ def _check(
         addresses = (*config.listen, *config.workers.own_addresses)
         check_files_and_addresses(config.security, addresses, config.telemetry.prometheus)
         SharedImages.open(config.shared_images, lambda event: None)
+        if config.audit_log is not None:
+            AuditLog(config.audit_log)
         for runtime in runtimes:
             maintenance.check_names(runtime)
 

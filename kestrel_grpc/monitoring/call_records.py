@@ -6,6 +6,7 @@ from ..edge.call_life import CallWatcher, CallWatchers
 from ..served_model import ServedModels
 from ..settings.server import ServerConfig
 from .access_log import AccessLog
+from .audit import AuditLog
 from .call_statistics import CallStatistics
 from .capture import Capture
 from .load import LoadMeter
@@ -16,8 +17,12 @@ from .profiles import Profiles
 class CallRecords:
     """The parts, each of which owns its record."""
 
-    def __init__(self, config: ServerConfig, served: ServedModels) -> None:
+    def __init__(
+        self, config: ServerConfig, served: ServedModels, audit: AuditLog | None = None
+    ) -> None:
+        """``audit``: None if administrative calls are not recorded."""
         self._log = AccessLog(config.access_log)
+        self.audit = audit
         self.load_meter = LoadMeter(served)
         self.load_reports = LoadReports(self.load_meter.read)
         self.statistics = CallStatistics()
@@ -27,4 +32,5 @@ class CallRecords:
     def watchers(self, telemetry: CallWatcher | None) -> CallWatchers:
         """What the edge tells of each call."""
         counts = (self.load_meter.on_call, self.statistics.on_call, self.capture.on_call)
-        return CallWatchers(self._log, *counts, watcher=telemetry)
+        audit = () if self.audit is None else (self.audit,)
+        return CallWatchers(self._log, *audit, *counts, watcher=telemetry)

@@ -33,6 +33,7 @@ from ..images.upload import UploadRoom
 from ..kserve import service as kserve
 from ..logs.records import log_lifecycle
 from ..model_changes import LoadModel, ModelChanges
+from ..monitoring.audit import AuditLog
 from ..monitoring.call_records import CallRecords
 from ..security.admission.guard import Guard
 from ..security.files import exposures
@@ -102,7 +103,7 @@ class KestrelServer:
         load_model: LoadModel | None = None,
     ) -> None:
         """``runtime``, ``load_engine``: the default model. ``others``: the models besides it. ``load_model`` loads
-        these, and models that come later. Raises TokenFileError."""
+        these, and models that come later. Raises TokenFileError, ConfigError."""
         self._config = config
         self._load_engine = load_engine
         self.served = ServedModels(ServedModel(runtime), *map(ServedModel, others))
@@ -110,10 +111,14 @@ class KestrelServer:
         self.images = ImageStore(config.image_store_bytes)
         """The images stored for later requests."""
         self.uploads = UploadRoom(max(config.image_store_bytes, runtime.image_limits.max_bytes))
+        audit = None
+        if config.audit_log is not None:
+            audit = AuditLog(config.audit_log, config.telemetry.worker)
         self.guard = Guard(
-            config.security, config.max_message_bytes, self.served.check_room, self._tcp_ports
+            *(config.security, config.max_message_bytes, self.served.check_room, self._tcp_ports),
+            check_audit=None if audit is None else audit.check,
         )
-        self.records = CallRecords(config, self.served)
+        self.records = CallRecords(config, self.served, audit)
         self.telemetry: Telemetry | None = None
         """Set by ``start``: receives events of calls, and must be the engine's observer. None without telemetry."""
         self.in_flight = InFlight()
@@ -164,6 +169,9 @@ class KestrelServer:
         check_exposure((*config.listen, *config.shared_listen), security)
         credentials = None if security.tls is None else server_credentials(security.tls)
         self.telemetry = telemetry = self._open_telemetry()
+        audit = self.records.audit
+        if telemetry is not None and audit is not None:
+            telemetry.show_audit(lambda: audit.waiting)
         shared = SharedImages.open(
             config.shared_images,
             (lambda event: None) if telemetry is None else telemetry.on_shared_image,

@@ -111,6 +111,13 @@ class ServerConfig:
         choices=("off", "text", "json"),
         bare="text",
     )
+    audit_log: str | None = LOG.setting(
+        None,
+        "file for one record of each administrative call, as a line of JSON, whatever --log-level; - is standard "
+        "output. Such calls are refused while it can't be written",
+        metavar="FILE",
+        shown="none",
+    )
     log_format: Literal["text", "json"] = LOG.setting(
         "text",
         "format of all log records; json writes one object per line",

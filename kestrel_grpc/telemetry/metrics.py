@@ -176,6 +176,9 @@ class ServiceMetrics:
             operation = {names.OPERATION_OF_STORE: event.operation}
             self._shared_image_duration.record(event.seconds, operation)
 
+    def show_audit(self, waiting: Callable[[], int]) -> None:
+        self._read("kestrel.audit.waiting", waiting)
+
     def show_shared_images(self, is_used: Callable[[], bool]) -> None:
         self._read("kestrel.shared_images.used", lambda: int(is_used()))
 

@@ -185,6 +185,8 @@ counter kestrel.kernels {kernel} by kestrel.cached: Kernels that Triton has comp
 counter kestrel.kernels.compile.time s: Time to compile or load kernels; steps wait for it
 counter kestrel.log.lost {record}: Log records that were dropped because the reader was too slow, or that could not be
     written
+gauge kestrel.audit.waiting {record}: Records of administrative calls that could not be written yet; such calls are
+    refused until they are; absent without --audit-log
 gauge kestrel.ready 1: 1 while the server accepts requests, else 0
 """
 """A metric a row: kind, name, unit (of a histogram, which is in seconds: its buckets), attributes, description. GEN_AI

@@ -123,6 +123,10 @@ class Telemetry:
             self._tell("on_image", self._metrics, event)
             self._tell("on_image", self._tracing, event)
 
+    def show_audit(self, waiting: Callable[[], int]) -> None:
+        """Shows how many records of administrative calls wait to be written."""
+        self._tell("show_audit", self._metrics, waiting)
+
     def show_shared_images(self, is_used: Callable[[], bool]) -> None:
         """Shows whether the store of shared images is used."""
         self._tell("show_shared_images", self._metrics, is_used)

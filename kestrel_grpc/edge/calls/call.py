@@ -87,6 +87,8 @@ class Call:
     """Whether a max_tokens above the room for tokens is lowered to it instead of refused."""
     stored: dict[str, bytes | np.ndarray] = field(default_factory=dict)
     """The stored images that the request names, by id, once they are found."""
+    change: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    """What an administrative call has changed: the values before and after."""
     result: EngineResult | None = None
     error: Exception | None = None
     """The exception that ended the call, if it is the server's fault."""

@@ -49,6 +49,10 @@ class CaptureError(engine.KestrelError):
     """The server cannot capture requests as requested."""
 
 
+class AuditUnavailable(engine.KestrelError):
+    """The server cannot record administrative calls, and refuses them."""
+
+
 class ModelUnavailable(engine.KestrelError):
     """The server cannot load, unload or change models as requested."""
 

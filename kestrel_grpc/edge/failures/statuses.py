@@ -29,6 +29,7 @@ from ...security.identity.principal import (
     ScopeMissing,
 )
 from .errors import (
+    AuditUnavailable,
     CaptureError,
     ImageNotFound,
     ImagesFull,
@@ -117,6 +118,7 @@ TABLE: dict[type[Exception], _Row] = {
     engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     engine.ProfileError: _Row(_Code.FAILED_PRECONDITION, "PROFILE_UNAVAILABLE"),
     CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
+    AuditUnavailable: _Row(_Code.FAILED_PRECONDITION, "AUDIT_UNAVAILABLE"),
     ModelUnavailable: _Row(_Code.FAILED_PRECONDITION, "MODEL_UNAVAILABLE"),
     engine.RuntimeFailure: _Row(_Code.INTERNAL, "COMPUTATION_FAILED", public=False),
     engine.SkillFault: _Row(_Code.INTERNAL, "SKILL_FAILED"),

@@ -19,7 +19,14 @@ from ...settings.security import SecurityConfig
 from ..connections.accepted import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
 from ..identity.callers import Callers, Metadata
-from ..identity.principal import ANONYMOUS, Principal, Scope, address_of, needed_scopes
+from ..identity.principal import (
+    ANONYMOUS,
+    Principal,
+    Scope,
+    address_of,
+    is_administrative,
+    needed_scopes,
+)
 from .admission import Admission, Visits
 from .message_room import Hold, MessageLimits, MessageRoom, copy_s_per_byte
 from .refusal_pace import RefusalPace
@@ -41,6 +48,7 @@ class Guard:
         max_message_bytes: int,
         check_room: Callable[[Principal], None] = lambda principal: None,
         ports: Callable[[], Collection[int]] = lambda: (),
+        check_audit: Callable[[], None] | None = None,
     ) -> None:
         """Raises TokenFileError, TlsError.
 
@@ -49,8 +57,9 @@ class Guard:
             max_message_bytes: Limit on a message.
             check_room: Raises an error if the engine could not accept a request of a principal now.
             ports: Returns the ports that the server listens on.
+            check_audit: Raises an error if administrative calls can't be recorded now. None if they need no record.
         """
-        self._check_room = check_room
+        self._check_room, self._check_audit = check_room, check_audit
         self.limits = security.calls
         self.messages = MessageLimits(max_message_bytes, security.calls.held_bytes)
         self.admission = Admission(security.calls)
@@ -114,6 +123,8 @@ class Guard:
         ):
             if method.startswith(INFERENCE_METHODS):
                 self._check_room(principal)
+            elif self._check_audit is not None and is_administrative(method):
+                self._check_audit()
             yield hold
 
     def hold(self, principal: Principal, peer: str) -> Hold:

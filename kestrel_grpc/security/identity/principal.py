@@ -90,6 +90,11 @@ def needed_scopes(method: str) -> tuple[Scope, ...]:
     return (Scope.ADMIN,) if method.startswith(ADMIN_METHODS) else (Scope.INFER,)
 
 
+def is_administrative(method: str) -> bool:
+    """Whether only the scope admin is enough for a method."""
+    return needed_scopes(method) == (Scope.ADMIN,)
+
+
 def address_of(peer: str) -> str:
     """The address of a peer such as "ipv4:127.0.0.1:50000", without the port.
 

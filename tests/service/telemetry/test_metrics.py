@@ -110,6 +110,7 @@ async def all_kinds_of_calls(served):
     after all of them."""
     telemetry = served.server.telemetry
     telemetry.show_shared_images(lambda: True)
+    telemetry.show_audit(lambda: 0)
     telemetry.on_shared_image(SharedImageEvent("get", "hit", 0.01, 100))
     served.runtime.fail_next = RuntimeError("x")
     await failure(served.vision.Query(QUERY))
