@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import orjson
@@ -17,8 +19,18 @@ from ..edge.calls.call import REQUEST_ID_KEY, TRACE_ID_KEY
 from ..security.admission.guard import Guard
 from ..served_model import ServedModels, State
 from ..telemetry.opening import Telemetry
+from .body import content_type
 from .context import Receive, Scope, Send
-from .dialects import completions, grpc_web, kserve, moondream, ollama, openai, token_counts
+from .dialects import (
+    completions,
+    connect,
+    grpc_web,
+    kserve,
+    moondream,
+    ollama,
+    openai,
+    token_counts,
+)
 from .edge import Endpoint, HttpEdge
 from .files import page_routes
 from .metrics import metrics
@@ -32,13 +44,31 @@ _PREFLIGHT_S = 3600
 
 
 class _Answered:
-    """An endpoint of the model as an ASGI application."""
+    """The endpoints of one path as an ASGI application. Those of one verb differ in the type of the body."""
 
-    def __init__(self, edge: HttpEdge, endpoint: Endpoint) -> None:
-        self._edge, self._endpoint = edge, endpoint
+    def __init__(self, edge: HttpEdge, endpoints: Sequence[tuple[str, Endpoint]]) -> None:
+        self._edge = edge
+        self._endpoints: dict[str, list[Endpoint]] = defaultdict(list)
+        for verb, endpoint in endpoints:
+            self._endpoints[verb].append(endpoint)
+
+    @property
+    def verbs(self) -> list[str]:
+        return list(self._endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._edge.handle(self._endpoint, scope, receive, send)
+        verb = "POST" if scope["method"] == "POST" else "GET"  # A HEAD is a GET without the body.
+        first, *others = endpoints = self._endpoints[verb]
+        endpoint = first if not others else _for_type(endpoints, content_type(scope["headers"]))
+        await self._edge.handle(endpoint, scope, receive, send)
+
+
+def _for_type(endpoints: Sequence[Endpoint], kind: bytes) -> Endpoint:
+    """The endpoint that takes a type; if there is none, one that refuses it and names all types."""
+    for endpoint in endpoints:
+        if kind in endpoint.types:
+            return endpoint
+    return replace(endpoints[-1], types=[kind for each in endpoints for kind in each.types])
 
 
 def application(
@@ -49,20 +79,24 @@ def application(
     origins: Sequence[str] = (),
 ) -> Any:
     """The ASGI application. ``origins``: of the pages whose programs may read the responses; "*" stands for all."""
-    vision, images, models, inference, served = services
-    endpoints = {
-        **moondream.endpoints(vision, lambda: served.names),
-        **openai.endpoints(vision, models, lambda: served.names),
-        **completions.endpoints(vision, lambda: served.names),
-        **token_counts.endpoints(vision, lambda: served.names),
-        **ollama.endpoints(vision, models, lambda: served.names),
-        **kserve.endpoints(inference),
-        **grpc_web.endpoints(vision, images, models, guard.messages.largest),
-    }
-    routes = [
-        Route(path, _Answered(edge, endpoint), methods=[verb])
-        for (verb, path), endpoint in endpoints.items()
+    vision, _, models, inference, served = services
+    largest = guard.messages.largest
+    dialects = [
+        moondream.endpoints(vision, lambda: served.names),
+        openai.endpoints(vision, models, lambda: served.names),
+        completions.endpoints(vision, lambda: served.names),
+        token_counts.endpoints(vision, lambda: served.names),
+        ollama.endpoints(vision, models, lambda: served.names),
+        kserve.endpoints(inference),
+        grpc_web.endpoints(services, largest),
+        *connect.endpoints(services, largest),
     ]
+    paths: dict[str, list[tuple[str, Endpoint]]] = defaultdict(list)
+    for dialect in dialects:
+        for (verb, path), endpoint in dialect.items():
+            paths[path].append((verb, endpoint))
+    answered = {path: _Answered(edge, endpoints) for path, endpoints in paths.items()}
+    routes = [Route(path, each, methods=each.verbs) for path, each in answered.items()]
     routes += [
         Route("/api/version", _ollama_version, methods=["GET"]),
         Route("/healthz", _health(served), methods=["GET"]),

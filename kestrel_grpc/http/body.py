@@ -9,7 +9,7 @@ from typing import cast
 from kestrel_engine import InvalidRequest
 
 from ..edge.calls.call import CallLimit
-from ..edge.failures.errors import SlowSender, UnsupportedBody
+from ..edge.failures.errors import NotServed, SlowSender, UnsupportedBody
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
 from ..security.admission.message_room import Hold
@@ -29,21 +29,25 @@ class Bodies:
             guard.limits.read_s,
             lambda s: SlowSender(f"the request's body did not arrive within {s:g} s"),
         )
-        self._largest = guard.messages.largest * 4 // 3 + _TEXT_BYTES
-        """Limit on the bytes of a body. base64 turns three bytes into four."""
+        self._largest = largest_body(guard.messages.largest)
 
     async def read(
-        self, types: Collection[bytes], scope: Scope, receive: Receive, hold: Hold
+        self,
+        types: Collection[bytes],
+        scope: Scope,
+        receive: Receive,
+        hold: Hold,
+        encoding: bytes = b"",
     ) -> bytearray:
-        """``types``: content types, of which the body has one. Raises MessageTooLarge, MessagesFull, SlowSender,
-        InvalidRequest, UnsupportedBody."""
+        """``types``: content types, of which the body has one. ``encoding``: the header that may say that the message
+        is compressed. Raises MessageTooLarge, MessagesFull, SlowSender, InvalidRequest, UnsupportedBody, NotServed."""
         _check_type(types, scope["headers"])
-        _check_encoding(scope["headers"])
+        grows = _is_compressed(scope["headers"], encoding)
         declared = content_length(scope["headers"])
         if declared is not None:
             self._check_size(declared)
         expected = self._largest if declared is None else declared
-        await hold.reserve(BODY_COPIES * expected)
+        await hold.reserve(BODY_COPIES * (self._largest if grows else expected))
         body = await self._reads.within(self._pull(receive, expected))
         hold.arrived(len(body))
         return cast(bytearray, body)
@@ -72,20 +76,41 @@ class Bodies:
 def _check_type(types: Collection[bytes], headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raises UnsupportedBody. A browser sends text, forms and bodies without a type to another origin without asking
     the server. It asks before it sends any other type."""
-    fields = dict(headers)
-    given = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if given not in types or (not given and b"origin" in fields):
+    given = content_type(headers)
+    if given not in types or (not given and b"origin" in dict(headers)):
         named = " or ".join(each.decode() for each in types if each)
-        raise UnsupportedBody(f"the request needs the header content-type: {named}")
+        raise UnsupportedBody(f"the request needs the header content-type: {named}", types)
 
 
-def _check_encoding(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raises InvalidRequest for a compressed body, which would unpack to more than the server has reserved."""
+def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The type of a body without its parameters, in lower case; b"" if the header is missing."""
+    return dict(headers).get(b"content-type", b"").partition(b";")[0].strip().lower()
+
+
+def _is_compressed(headers: Iterable[tuple[bytes, bytes]], encoding: bytes) -> bool:
+    """Whether the header ``encoding`` announces gzip. Raises NotServed for another compression, and InvalidRequest for
+    a compressed body that unpacks to more than the server has reserved."""
+    found = False
     for key, value in headers:
-        if key == b"content-encoding" and value.lower() != b"identity":
-            raise InvalidRequest(
-                "", "the body is compressed; this server takes uncompressed bodies only"
-            )
+        if key not in (b"content-encoding", encoding) or value.lower() == b"identity":
+            continue
+        if key != encoding:
+            raise InvalidRequest("", "the body is compressed; this path takes no compressed bodies")
+        check_compression(value)
+        found = True
+    return found
+
+
+def check_compression(name: bytes) -> None:
+    """Raises NotServed unless the server can decompress what is so compressed."""
+    if name.lower() != b"gzip":
+        shown = name[:50].decode("latin-1")
+        raise NotServed(f"unknown compression {shown!r}; this server takes gzip and identity")
+
+
+def largest_body(largest_message: int) -> int:
+    """The limit on the bytes of a body. base64 turns three bytes into four."""
+    return largest_message * 4 // 3 + _TEXT_BYTES
 
 
 def content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
@@ -28,9 +28,8 @@ from .fields import Fields, json_fields
 from .forms import JSON, SSE, Form, Whole
 from .refusals import Rename
 
-_INLINE_BYTES = 256 * 1024
+INLINE_BYTES = 256 * 1024
 """A thread parses a larger body, because parsing would occupy the event loop for milliseconds."""
-_Parsed = TypeVar("_Parsed")
 
 
 @dataclass(slots=True)
@@ -60,6 +59,9 @@ class Endpoint:
     takes_body: bool = True
     types: Collection[bytes] = (JSON,)
     """Content types of the body. b"": the type may be missing, except in requests of web pages."""
+    encoding: bytes = b""
+    """The header that may say that the message is compressed with gzip, which ``read`` then decompresses."""
+    inline_bytes: int = INLINE_BYTES
     form: Form = SSE
     copies: int = COPIES
     """Number of copies of the message in memory during the request."""
@@ -107,7 +109,9 @@ class _Exchange:
         endpoint, scope = self._endpoint, self._scope
         body = bytearray()
         if endpoint.takes_body:
-            body = await self._edge.bodies.read(endpoint.types, scope, self._receive, hold)
+            body = await self._edge.bodies.read(
+                endpoint.types, scope, self._receive, hold, endpoint.encoding
+            )
         self._has_read_all = endpoint.takes_body or not content_length(scope["headers"])
         self._service_call = service_call = await self._parse(body, hold)
         del body
@@ -122,17 +126,22 @@ class _Exchange:
         UnsupportedImageError, MessagesFull."""
         endpoint, fetcher = self._endpoint, self._edge.fetcher
         if endpoint.is_raw:
-            return await _parsed(body, lambda: endpoint.read(self._scope, body))
+            return await self._parsed(body, lambda: endpoint.read(self._scope, body))
         if not endpoint.takes_body:
             return endpoint.read(Fields({}))
         addresses = None if fetcher is None else Addresses()
-        service_call = await _parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
+        service_call = await self._parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
         if fetcher is None or addresses is None or not addresses.wanted:
             return service_call
         del service_call
         await hold.reserve(BODY_COPIES * (len(body) + self._edge.life.guard.messages.largest))
         hold.arrived(len(body) + await fetcher.fetch(addresses))
-        return await _parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
+        return await self._parsed(body, lambda: endpoint.read(json_fields(body, addresses)))
+
+    async def _parsed(self, body: bytearray, parse: Callable[[], ServiceCall]) -> ServiceCall:
+        """The result of ``parse``, which a thread computes if the body is large."""
+        is_small = len(body) <= self._endpoint.inline_bytes
+        return parse() if is_small else await asyncio.to_thread(parse)
 
     async def answer(self, call: Call, request: Any) -> None:
         (service_call, self._service_call), context = (self._service_call, None), call.context
@@ -196,11 +205,6 @@ class _Exchange:
                 await self._send(message)
         except TimeoutError:
             raise SlowReader(f"the client read nothing of its response for {limit_s:g} s") from None
-
-
-async def _parsed(body: bytearray, parse: Callable[[], _Parsed]) -> _Parsed:
-    """The result of ``parse``, which a thread computes if the body is large."""
-    return parse() if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse)
 
 
 def _bytes_of(message: Any) -> int:

@@ -15,7 +15,7 @@ import grpc
 import kestrel_engine as engine
 from kestrel_engine import FieldPath
 
-from ..edge.failures.errors import ModelNotReady
+from ..edge.failures.errors import ModelNotReady, UnsupportedBody
 from ..edge.failures.statuses import Complaint, shown_path
 
 Rename = Callable[[FieldPath], FieldPath]
@@ -57,18 +57,29 @@ def refusal(
     error: BaseException, complaint: Complaint, rename: Rename = lambda path: path
 ) -> tuple[int, dict[str, Any], tuple[tuple[bytes, bytes], ...]]:
     """Status, body and headers of the response that an error becomes."""
-    status, kind = _STATUSES.get(complaint.code, _INTERNAL)
-    status = _OWN_STATUS.get(complaint.reason, status)
+    _, kind = _STATUSES.get(complaint.code, _INTERNAL)
+    status = _OWN_STATUS.get(complaint.reason, status_of_code(complaint.code))
     message, param = complaint.description, None
     if complaint.path:
         param = shown_path(rename(complaint.path))
         message = f"{param}: {message}"
-    body = error_body(message, kind, complaint.reason.lower(), param)
+    return status, error_body(message, kind, complaint.reason.lower(), param), headers_of(error)
+
+
+def status_of_code(code: grpc.StatusCode) -> int:
+    """The HTTP status of a code of gRPC."""
+    return _STATUSES.get(code, _INTERNAL)[0]
+
+
+def headers_of(error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
+    """What a response says beside an error: when to try again, or which content types its path takes."""
     if isinstance(error, engine.EngineOverloaded):
-        return status, body, _retry_after(error.retry_after_s)
+        return _retry_after(error.retry_after_s)
     if isinstance(error, (ModelNotReady, engine.EngineClosed)):
-        return status, body, _retry_after(_STARTING_S)
-    return status, body, ()  # The same request would fail again.
+        return _retry_after(_STARTING_S)
+    if isinstance(error, UnsupportedBody):
+        return ((b"accept-post", b", ".join(error.types)),)
+    return ()  # The same request would fail again.
 
 
 def _retry_after(seconds: float) -> tuple[tuple[bytes, bytes], ...]:

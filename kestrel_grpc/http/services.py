@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2, vision_service_pb2
 
 from ..kserve.service import InferenceService
 from ..served_model import ServedModels
@@ -17,3 +20,15 @@ class HttpServices(NamedTuple):
     models: ModelService
     inference: InferenceService
     served: ServedModels
+
+    def methods(self) -> Iterator[tuple[str, Any, Any]]:
+        """The methods of kestrel.v1 for callers: the path, the descriptor, and the service's method."""
+        for file, service in (
+            (vision_service_pb2, self.vision),
+            (image_service_pb2, self.images),
+            (model_service_pb2, self.models),
+        ):
+            (described,) = file.DESCRIPTOR.services_by_name.values()
+            for method in described.methods:
+                path = f"/{described.full_name}/{method.name}"
+                yield path, method, getattr(service, method.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import kestrel_engine as engine
 
 
@@ -30,7 +32,11 @@ class SlowSender(engine.KestrelError):
 
 
 class UnsupportedBody(engine.KestrelError):
-    """The header Content-Type of an HTTP request does not name a type that its path takes."""
+    """The header Content-Type of an HTTP request does not name one of ``types``, which its path takes."""
+
+    def __init__(self, message: str, types: Iterable[bytes]) -> None:
+        super().__init__(message)
+        self.types = tuple(each for each in types if each)
 
 
 class NoMessage(engine.KestrelError):

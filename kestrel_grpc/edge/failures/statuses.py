@@ -229,13 +229,17 @@ def _number(value: float) -> str:
 def status_of(error: BaseException, request_id: str) -> tuple[grpc.StatusCode, str, Metadata]:
     """Code, message and trailers of the status for ``error``."""
     described = complaint(error, request_id)
-    trailers: Metadata = ()
-    if isinstance(error, engine.EngineOverloaded):
-        trailers = ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
-    elif isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):
-        trailers = ((PUSHBACK_KEY, DONT_RETRY),)
     details = tuple(rpc_status.to_status(described.status).trailing_metadata)
-    return described.code, described.message, (*details, *trailers)
+    return described.code, described.message, (*details, *pushback(error))
+
+
+def pushback(error: BaseException) -> tuple[tuple[str, str], ...]:
+    """The trailers that say when to retry, if ``error`` says it."""
+    if isinstance(error, engine.EngineOverloaded):
+        return ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
+    if isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):
+        return ((PUSHBACK_KEY, DONT_RETRY),)
+    return ()
 
 
 def _bounded(text: str, most: int = _MAX_MESSAGE_BYTES) -> str:

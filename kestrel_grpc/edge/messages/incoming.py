@@ -160,11 +160,12 @@ async def inflated(data: bytes, max_bytes: int) -> bytes:
     """Decompresses ``data``, up to ``max_bytes + 1`` bytes. A result longer than ``max_bytes`` is too large. Raises
     InvalidRequest."""
     if len(data) <= _INLINE_BYTES:
-        return _inflated(data, max_bytes)
-    return await asyncio.to_thread(_inflated, data, max_bytes)
+        return inflate(data, max_bytes)
+    return await asyncio.to_thread(inflate, data, max_bytes)
 
 
-def _inflated(data: bytes, max_bytes: int) -> bytes:
+def inflate(data: bytes | bytearray | memoryview, max_bytes: int) -> bytes:
+    """As ``inflated``, on this thread."""
     most = max(_FREE_BYTES, MAX_RATIO * len(data))
     unpacker = zlib.decompressobj(_EITHER)
     try:

@@ -19,7 +19,6 @@ import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError
 
-from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2, vision_service_pb2
 from kestrel_engine import InvalidRequest
 
 from ...edge.calls.call import Call
@@ -27,13 +26,11 @@ from ...edge.failures.errors import UnsupportedBody
 from ...edge.failures.statuses import status_of
 from ...edge.messages.incoming import check_fields
 from ...security.admission.admission import MessageTooLarge
-from ...services.image import ImageService
-from ...services.model import ModelService
-from ...services.vision import VisionService
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
 from ..forms import Told, Whole
 from ..refusals import Rename
+from ..services import HttpServices
 
 _TYPE = b"application/grpc-web+proto"
 _TYPES = (_TYPE, b"application/grpc-web")
@@ -46,23 +43,13 @@ _LITERAL = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 """The characters that stand for themselves in grpc-message."""
 
 
-def endpoints(
-    vision: VisionService, images: ImageService, models: ModelService, largest: int
-) -> dict[tuple[str, str], Endpoint]:
+def endpoints(services: HttpServices, largest: int) -> dict[tuple[str, str], Endpoint]:
     """Returns the endpoints by verb and path. ``largest``: limit on the bytes of a message."""
-    made = {}
-    for file, service in (
-        (vision_service_pb2, vision),
-        (image_service_pb2, images),
-        (model_service_pb2, models),
-    ):
-        (described,) = file.DESCRIPTOR.services_by_name.values()
-        for method in described.methods:
-            if not method.client_streaming:
-                path = f"/{described.full_name}/{method.name}"
-                behaviour = getattr(service, method.name)
-                made["POST", path] = _endpoint(path, method, behaviour, largest)
-    return made
+    return {
+        ("POST", path): _endpoint(path, method, behaviour, largest)
+        for path, method, behaviour in services.methods()
+        if not method.client_streaming
+    }
 
 
 def _endpoint(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:

@@ -1,4 +1,5 @@
-"""Every grpcurl and buf curl line of README and docs, as written, by the real programs; and what grpcurl describes."""
+"""Every line of README and docs that calls a method by its path (grpcurl, buf curl, curl), as written, by the real
+programs; and what grpcurl describes."""
 
 import asyncio
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2
 from kestrel_grpc.service_names import SERVICES
+from kestrel_grpc.settings.http import HttpConfig
 from tests.code_blocks import PAGES, ROOT, code_blocks
 from tests.service.conftest import raw_image
 
@@ -24,7 +26,7 @@ BLOCKS = [
     block
     for page in PAGES
     for block in code_blocks(page)
-    if "grpcurl -" in block.text or "buf curl -" in block.text
+    if re.search(r"grpcurl -|buf curl -|curl .*/kestrel\.v1\.", block.text)
 ]
 
 
@@ -39,17 +41,18 @@ async def shell(script, folder):
 
 def test_the_pages_have_such_lines():
     pages = {block.page for block in BLOCKS}
-    uses = ("clients", "requests", "tokens")
+    uses = ("clients", "http", "requests", "tokens")
     assert pages == {"README.md", *(f"docs/use/{name}.md" for name in uses)}
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 async def test_the_lines_run_as_written(serve, tmp_path, block):
-    served = await serve()
+    served = await serve(server_config={"http": HttpConfig(http_listen=("127.0.0.1:0",))})
     shutil.copy(ROOT / "clients/python/kestrel_client/commands/demo.jpg", tmp_path / "picture.jpg")
     shutil.copy(ROOT / "kestrel_grpc/services/kestrel.v1.binpb", tmp_path)
     stored = await served.images.PutImage(image_service_pb2.PutImageRequest(image=raw_image()))
     script = block.text.replace("127.0.0.1:50051", served.server.addresses[0])
+    script = script.replace("127.0.0.1:2020", served.server.http_addresses[0])
     status, out, errors = await shell(script.replace("img_…", stored.image.image_id), tmp_path)
     assert status == 0, errors
     assert out

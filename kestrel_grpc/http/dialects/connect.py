@@ -1,0 +1,279 @@
+"""The Connect protocol: the methods of kestrel.v1 for curl, browsers and the clients of connectrpc.com.
+
+The protocol (connectrpc.com, "Connect Protocol Reference"): a unary method is a plain POST of the message, as JSON or
+in binary form, and its errors have an HTTP status and JSON. A stream has an envelope for each message: a byte of flags,
+the length in four bytes, and the content. The last envelope holds the error, if there is one, as JSON. A message may
+be compressed with gzip.
+
+GET is for methods without side effects, as the protos mark them. None of them computes: a page of any site can make a
+browser send a GET. AdminService is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+from google.protobuf import json_format, message_factory
+from google.protobuf.descriptor_pb2 import MethodOptions
+from google.protobuf.message import DecodeError, Message
+
+from kestrel_engine import InvalidRequest
+
+from ...edge.calls.call import Call
+from ...edge.failures.errors import UnsupportedBody
+from ...edge.failures.statuses import complaint, pushback
+from ...edge.messages.incoming import check_fields, inflate
+from ...security.admission.admission import MessageTooLarge
+from ..body import check_compression, largest_body
+from ..context import Scope
+from ..edge import Endpoint, ServiceCall
+from ..forms import JSON, Told, Whole
+from ..refusals import Rename, headers_of, status_of_code
+from ..services import HttpServices
+from .proto_json import parse_json, to_json
+
+_HEAD_BYTES = 5
+_COMPRESSED, _END = 1, 2
+"""Flags of an envelope."""
+_TIMEOUT = re.compile(rb"\d{1,10}")
+_INLINE_BYTES = 4096
+"""A thread reads a larger body: JSON is read in Python, and a compressed body may become 32 times larger."""
+_PARAMETERS = frozenset({"connect", "encoding", "message", "base64", "compression"})
+"""Of a GET. The protocol lets others stand beside them."""
+_MOST_PARAMETERS = 20
+_QUERY_BYTES = 64 * 1024
+"""Limit on the message of a GET, decompressed. A request's target has 8,000 bytes at most."""
+_STANDARD = bytes.maketrans(b"-_", b"+/")
+"""The letters of base64's alphabet for URLs, as those of the standard one."""
+
+_Data = bytes | bytearray
+_Endpoints = dict[tuple[str, str], Endpoint]
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """A form of messages. ``parse`` fills a message."""
+
+    name: str
+    parse: Callable[[_Data, Any], None]
+    write: Callable[[Message], bytes]
+
+    @property
+    def unary_type(self) -> bytes:
+        return b"application/" + self.name.encode()
+
+    @property
+    def stream_type(self) -> bytes:
+        return b"application/connect+" + self.name.encode()
+
+    def read(self, message: Any, data: _Data, largest: int, is_gzip: bool) -> Any:
+        """Fills ``message``. Raises InvalidRequest, MessageTooLarge."""
+        if is_gzip and len(data):
+            data = inflate(data, largest_body(largest))
+        if len(data) > largest_body(largest):
+            raise MessageTooLarge("", f"the decompressed message is larger than {largest} bytes")
+        self.parse(data, message)
+        if (size := message.ByteSize()) > largest:
+            raise MessageTooLarge("", f"the message has {size} bytes; the limit is {largest}")
+        return message
+
+    def whole(self, response: Message) -> Whole:
+        return Whole(self.write(response), self.unary_type)
+
+    def envelope(self, response: Message) -> Iterable[bytes]:
+        yield _envelope(0, self.write(response))
+
+
+def _parse_proto(data: _Data, message: Any) -> None:
+    try:
+        with memoryview(data) as view:
+            check_fields(view, message.DESCRIPTOR)
+            message.ParseFromString(view)
+    except DecodeError:
+        raise InvalidRequest("", "the request is not a valid message of its type") from None
+
+
+_PROTO = _Codec("proto", _parse_proto, lambda message: message.SerializeToString())
+_JSON = _Codec("json", parse_json, to_json)
+_CODECS = {codec.name: codec for codec in (_PROTO, _JSON)}
+
+
+def endpoints(services: HttpServices, largest: int) -> Iterable[_Endpoints]:
+    """Returns the endpoints of each codec by verb and path. ``largest``: limit on the bytes of a message."""
+    for codec in _CODECS.values():
+        made: _Endpoints = {}
+        for path, method, behaviour in services.methods():
+            if not method.client_streaming:
+                made["POST", path] = _posted(path, method, behaviour, codec, largest)
+            level = method.GetOptions().idempotency_level
+            if codec is _JSON and level == MethodOptions.NO_SIDE_EFFECTS:
+                made["GET", path] = _gotten(path, method, behaviour, largest)
+        yield made
+
+
+def _posted(path: str, method: Any, behaviour: Any, codec: _Codec, largest: int) -> Endpoint:
+    kind = message_factory.GetMessageClass(method.input_type)
+    streams = method.server_streaming
+    encoding = b"connect-content-encoding" if streams else b"content-encoding"
+    content_type = codec.stream_type if streams else codec.unary_type
+
+    def read(scope: Scope, body: bytearray) -> ServiceCall:
+        headers = _checked(scope)
+        is_gzip = headers.get(encoding, b"identity").lower() != b"identity"
+        if streams:
+            is_gzip = _take_head(body, is_gzip)
+        message = codec.read(kind(), body, largest, is_gzip)
+        return ServiceCall(message, behaviour, codec.whole, codec.envelope if streams else None)
+
+    return Endpoint(
+        path,
+        read,
+        is_raw=True,
+        types=(content_type,),
+        encoding=encoding,
+        inline_bytes=_INLINE_BYTES,
+        form=_Form(content_type, streams),
+        timeout_s=_timeout_s,
+    )
+
+
+def _gotten(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
+    kind = message_factory.GetMessageClass(method.input_type)
+
+    def read(scope: Scope, body: bytearray) -> ServiceCall:
+        _checked(scope)
+        codec, data, is_gzip = _queried(scope["query_string"])
+        message = codec.read(kind(), data, min(largest, _QUERY_BYTES), is_gzip)
+        return ServiceCall(message, behaviour, codec.whole)
+
+    form = _Form(JSON, streams=False)
+    return Endpoint(path, read, is_raw=True, takes_body=False, form=form, timeout_s=_timeout_s)
+
+
+def _checked(scope: Scope) -> dict[bytes, bytes]:
+    """The headers of a request. Raises InvalidRequest."""
+    headers = dict(scope["headers"])
+    if headers.get(b"connect-protocol-version", b"1") != b"1":
+        raise InvalidRequest("", "the header connect-protocol-version must be 1")
+    if b"connect-timeout-ms" in headers and _timeout_s(scope) is None:
+        raise InvalidRequest("", "the header connect-timeout-ms must be 1 to 10 digits")
+    return headers
+
+
+def _queried(query: bytes) -> tuple[_Codec, bytes, bool]:
+    """The codec and the message of a GET, and whether it is compressed. Raises InvalidRequest, NotServed,
+    UnsupportedBody."""
+    try:
+        pairs = parse_qsl(
+            query.decode("latin-1"),
+            keep_blank_values=True,
+            encoding="latin-1",
+            max_num_fields=_MOST_PARAMETERS,
+        )
+    except ValueError:
+        raise InvalidRequest("", f"the query has more than {_MOST_PARAMETERS} parameters") from None
+    known = [(name, value) for name, value in pairs if name in _PARAMETERS]
+    values = dict(known)
+    if len(values) < len(known):
+        raise InvalidRequest("", "the query names a parameter twice")
+    if values.get("connect") != "v1":
+        raise InvalidRequest("", "the query must have connect=v1")
+    for name in ("encoding", "message"):
+        if name not in values:
+            raise InvalidRequest("", f"the query must have {name}")
+    if (codec := _CODECS.get(values["encoding"])) is None:
+        types = [each.unary_type for each in _CODECS.values()]
+        raise UnsupportedBody(f"encoding must be {' or '.join(_CODECS)}", types)
+    data = values["message"].encode("latin-1")
+    if values.get("base64") == "1":
+        try:
+            padding = b"=" * (-len(data) % 4)
+            data = binascii.a2b_base64(data.translate(_STANDARD) + padding, strict_mode=True)
+        except binascii.Error:
+            raise InvalidRequest("", "message is not base64 in the alphabet for URLs") from None
+    compression = values.get("compression", "identity").lower()
+    if compression != "identity":
+        check_compression(compression.encode("latin-1"))
+    return codec, data, compression != "identity"
+
+
+def _take_head(body: bytearray, may_be_gzip: bool) -> bool:
+    """Removes the head of the only envelope of a body. Returns whether the rest is compressed. Raises
+    InvalidRequest."""
+    if len(body) < _HEAD_BYTES:
+        raise InvalidRequest("", "the body holds no whole envelope")
+    flags, length = body[0], int.from_bytes(body[1:_HEAD_BYTES])
+    _check_flags(flags, may_be_gzip)
+    if length != (following := len(body) - _HEAD_BYTES):
+        raise InvalidRequest(
+            "",
+            f"the envelope announces {length} bytes, but {following} follow; the method takes one message",
+        )
+    del body[:_HEAD_BYTES]
+    return bool(flags)
+
+
+def _check_flags(flags: int, may_be_gzip: bool) -> None:
+    """Raises InvalidRequest."""
+    if flags & ~_COMPRESSED:
+        raise InvalidRequest(
+            "", f"an envelope of a request must have the flags 0 or 1, got {flags}"
+        )
+    if flags and not may_be_gzip:
+        raise InvalidRequest(
+            "", "a message is compressed, but the header connect-content-encoding is missing"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Errors as JSON: the whole response of a unary method, or the last envelope of a stream."""
+
+    stream_type: bytes
+    streams: bool
+
+    @property
+    def ending(self) -> bytes:
+        return _envelope(_END, b"{}")
+
+    def told(self, error: Exception, call: Call, rename: Rename) -> Told:
+        described = complaint(error, call.request_id)
+        told = {
+            "code": described.code.name.lower().replace("cancelled", "canceled"),
+            "message": described.message,
+            "details": [_detail(each) for each in described.details],
+        }
+        trailers = pushback(error)
+        status = status_of_code(described.code)
+        if isinstance(error, UnsupportedBody):
+            status = 415
+        elif self.streams:
+            end = {"error": told, "metadata": {key: [value] for key, value in trailers}}
+            last = _envelope(_END, orjson.dumps(end))
+            return Told(200, Whole(last, self.stream_type), last)
+        prefixed = ((f"trailer-{key}".encode(), value.encode()) for key, value in trailers)
+        whole = Whole(orjson.dumps(told), JSON, (*headers_of(error), *prefixed))
+        return Told(status, whole, b"")
+
+
+def _detail(detail: Message) -> dict[str, Any]:
+    value = base64.b64encode(detail.SerializeToString()).rstrip(b"=").decode()
+    shown = json_format.MessageToDict(detail)
+    return {"type": detail.DESCRIPTOR.full_name, "value": value, "debug": shown}
+
+
+def _envelope(flags: int, content: bytes) -> bytes:
+    return bytes([flags]) + len(content).to_bytes(_HEAD_BYTES - 1) + content
+
+
+def _timeout_s(scope: Scope) -> float | None:
+    """The deadline of a call; None if it has none, or an invalid one."""
+    given = dict(scope["headers"]).get(b"connect-timeout-ms")
+    return None if given is None or not _TIMEOUT.fullmatch(given) else int(given) / 1e3
