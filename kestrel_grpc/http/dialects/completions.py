@@ -24,8 +24,9 @@ from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields
 from ..forms import sent_event
+from .asking import fill
 from .known_fields import COMPLETIONS
-from .openai import fill, fill_top_logprobs, head, reason_of, samples, usage_json
+from .openai import fill_top_logprobs, head, reason_of, samples, usage_json
 
 MOST_PROMPTS = 256
 _AT_ONCE = 16

@@ -12,29 +12,22 @@ from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import FieldPath, InvalidRequest, clock
+from kestrel_engine import InvalidRequest, clock
 
 from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.messages.json_values import finish_reason, num_crops
-from ...services.messages.task_fields import holder, short_path
+from ...services.messages.task_fields import holder
 from ...services.model import ModelService
 from ...services.vision import VisionService
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
-from ..fields import ANY_OBJECT, Fields, json_text, positive
+from ..fields import Fields, positive
 from ..forms import sent_event
-from ..refusals import Rename, renamed
-from .conversation import FIELDS, MESSAGE, Conversation, Message, MessageImage, conversation
-from .grounding import Wanted, wanted_places
-from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS, OPENAI_SAMPLING, RESPONSE_FORMAT
-from .models import listing, served_name, set_model
+from .asking import ask, reasons
+from .conversation import MESSAGE, Message, MessageImage, conversation
+from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS
+from .models import listing, served_name
 
-_NAMES: dict[FieldPath, FieldPath] = {
-    ("num_samples",): ("n",),
-    ("options", "model"): ("model",),
-    ("options", "adapter"): ("model",),
-    ("constraint", "json_schema"): ("response_format", "json_schema", "schema"),
-}
 UNSUPPORTED_PATHS = {
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "the models make no embeddings of texts",
@@ -43,12 +36,6 @@ UNSUPPORTED_PATHS = {
 _MOST_TOP = 20
 _DETAILS = {"low": 1, "high": None, "auto": None}
 """The values of ``detail``, and the budget of the image: low is the overview alone."""
-_EFFORTS = {
-    "none": False,
-    "minimal": False,
-    **dict.fromkeys(("low", "medium", "high", "xhigh"), True),
-}
-"""The values of ``reasoning_effort``, and whether the model then reasons: it does so in one way only."""
 
 
 def endpoints(
@@ -83,104 +70,22 @@ def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> Servi
     CHAT.check(fields)
     talk = conversation(_messages(fields))
     form = fields.inner("response_format")
-    wanted = wanted_places(talk.last.text, form) if talk.images else None
-    streams = fields.flag("stream")
-    usage = fields.inner("stream_options").flag("include_usage")
-    if wanted is not None:
-        return _grounded(fields, service, names, talk, wanted, usage if streams else None)
-    request = talk.request(reasoning=reasons(fields), max_crops=positive(fields, "max_crops"))
-    rename = fill(request.query, request.options, fields, names)
-    _fill_logprobs(request.query, fields)
-    schema = _schema(fields)
-    if schema is not None:
-        request.query.text.constraint.json_schema = schema
-    request.query.num_samples = samples(fields)
-    if not streams:
-        return ServiceCall(request, service.Query, _completion, rename=rename)
-    return ServiceCall(request, service.StreamQuery, _completion, _chunks(usage), rename)
-
-
-def _grounded(
-    fields: Fields,
-    service: VisionService,
-    names: Sequence[str],
-    talk: Conversation,
-    wanted: Wanted,
-    usage: bool | None,
-) -> ServiceCall:
-    """Boxes or points as JSON. ``usage``: None unless the request streams."""
-    if len(talk.images) > 1:
-        raise InvalidRequest(
-            "messages", f"hold {len(talk.images)} images; boxes and points are found in one"
-        )
-    if talk.begun:
-        raise InvalidRequest("messages", "must end with a user message for boxes and points")
-    if fields.whole("n") not in (None, 1):
+    asked = ask(fields, talk, form, service, names, reasoning=reasons(fields))
+    _fill_logprobs(asked.task, fields)
+    if asked.places is None:
+        asked.task.num_samples = samples(fields)
+    elif fields.whole("n") not in (None, 1):
         raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
-    request = wanted.request()
-    behaviour = service.Detect if wanted.skill == "detect" else service.Point
-    image = talk.images[0]
-    request.image.encoded = image.encoded
-    if budget := image.max_crops or positive(fields, "max_crops"):
-        request.image.max_crops = budget
-    task = getattr(request, wanted.skill)
-    usual = fill(task, request.options, fields, names)
-
-    def rename(path: FieldPath) -> FieldPath:
-        is_message = len(wanted.names) == 1 and short_path(path)[:1] == ("objects",)
-        return ("messages",) if is_message else usual(path)
-
-    _fill_logprobs(task, fields)
-
-    def answer(response: Any) -> dict[str, Any]:
-        message = {"role": "assistant", "content": wanted.text(response)}
-        return _whole(response, [_choice(0, message, None, finish_reason(response))])
-
-    if usage is None:
-        return ServiceCall(request, behaviour, answer, rename=rename)
-
-    async def stream(message: Any, context: Any) -> None:
-        await context.write(await behaviour(message, context))
-
-    def events(response: Any) -> Iterable[bytes]:
-        yield _chunk(response.info, {"role": "assistant", "content": ""})
-        yield _chunk(response.info, {"content": wanted.text(response)})
-        yield from _last(response, usage)
-
-    return ServiceCall(request, stream, answer, events, rename)
-
-
-def reasons(fields: Fields, key: str = "reasoning_effort") -> bool:
-    """Whether the model reasons before it answers. Raises InvalidRequest."""
-    effort = fields.text(key, "")
-    if effort and effort not in _EFFORTS:
-        raise InvalidRequest(fields.at(key), f"must be one of {', '.join(_EFFORTS)}")
-    if fields.values.get("reasoning") is not None:
-        return fields.flag("reasoning")
-    return _EFFORTS.get(effort, False)
+    usage = fields.inner("stream_options").flag("include_usage")
+    if not fields.flag("stream"):
+        return ServiceCall(asked.request, asked.query, _completion, rename=asked.rename)
+    events = _chunks(usage)
+    return ServiceCall(asked.request, asked.stream_query, _completion, events, asked.rename)
 
 
 def samples(fields: Fields) -> int:
     """How many answers to give. Raises InvalidRequest."""
     return positive(fields, "n") or 1
-
-
-def _schema(fields: Fields) -> str | None:
-    """The JSON Schema that ``response_format`` asks for. Raises InvalidRequest."""
-    form = fields.inner("response_format")
-    RESPONSE_FORMAT.check(form)
-    kind = form.text("type", "text")
-    if kind == "json_object":
-        return json_text(form.inner("schema")) if form.values.get("schema") else ANY_OBJECT
-    if form.values.get("schema"):
-        raise InvalidRequest(form.at("schema"), "belongs into json_schema")
-    if kind == "text":
-        return None
-    if kind == "json_schema":
-        if form.values.get("json_schema") is None:
-            raise InvalidRequest(form.at("json_schema"), "is required")
-        return json_text(form.inner("json_schema").inner("schema"))
-    raise InvalidRequest(form.at("type"), f"must be text, json_object or json_schema, got {kind!r}")
 
 
 def _messages(fields: Fields) -> Iterator[Message]:
@@ -218,23 +123,6 @@ def message_content(message: Fields) -> tuple[str, list[MessageImage]]:
                 )
             images.append(MessageImage(part.image(url, "image_url"), _DETAILS[detail]))
     return "\n".join(texts), images
-
-
-def fill(
-    task: Any, options: common_pb2.RequestOptions, fields: Fields, names: Sequence[str]
-) -> Rename:
-    """Fills in what all requests share. Raises InvalidRequest."""
-    known = _NAMES | OPENAI_SAMPLING.fill(task, fields)
-    if fields.values.get("model") is not None:
-        set_model(options, fields.text("model"), names)
-
-    def rename(path: FieldPath) -> FieldPath:
-        short = short_path(path)
-        if short[-1] == "max_crops":
-            return ("max_crops",)
-        return ("messages",) if short[0] in FIELDS else renamed(short, known)
-
-    return rename
 
 
 def _fill_logprobs(task: Any, fields: Fields) -> None:

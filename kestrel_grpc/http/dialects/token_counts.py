@@ -17,10 +17,11 @@ from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields
 from ..known_fields import KnownFields
+from .asking import reasons
 from .conversation import MESSAGE, Message, MessageImage, conversation
 from .known_fields import CHAT_MESSAGE, NO_TOOLS
 from .models import set_model
-from .openai import message_content, reasons
+from .openai import message_content
 
 _REMEDY = "send images as parts of a message, and name a fine-tune in model, as MODEL/ADAPTER"
 _ANTHROPIC = KnownFields(
