@@ -29,6 +29,7 @@ from .dialects import (
     moondream,
     ollama,
     openai,
+    responses,
     token_counts,
 )
 from .edge import Endpoint, HttpEdge
@@ -85,6 +86,7 @@ def application(
         moondream.endpoints(vision, lambda: served.names),
         openai.endpoints(vision, models, lambda: served.names),
         completions.endpoints(vision, lambda: served.names),
+        responses.endpoints(vision, lambda: served.names),
         token_counts.endpoints(vision, lambda: served.names),
         ollama.endpoints(vision, models, lambda: served.names),
         kserve.endpoints(inference),

@@ -45,6 +45,8 @@ class ServiceCall:
     events: Callable[[Any], Iterable[bytes]] | None = None
     """For a stream: converts each message that ``behaviour`` writes to server-sent events."""
     rename: Rename = lambda path: path
+    failed: Callable[[bytes], bytes] | None = None
+    """Converts the body of an error's response to the last part of a stream that has begun. None: its form does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class _Exchange:
         self._events: Callable[[Any], Iterable[bytes]] | None = None
         self._rename: Rename = lambda path: path
         """Until the request is read, errors have the client's names of fields."""
+        self._failed: Callable[[bytes], bytes] | None = None
         self._has_read_all = False
         """Whether the request's body was read to its end. Otherwise the connection can't be used again."""
         self._has_begun = False
@@ -119,6 +122,7 @@ class _Exchange:
             hold.settle(min(hold.num_bytes, endpoint.copies * _bytes_of(service_call.message)))
         call.streams = service_call.events is not None
         self._events, self._rename = service_call.events, service_call.rename
+        self._failed = service_call.failed
         return service_call.message
 
     async def _parse(self, body: bytearray, hold: Hold) -> ServiceCall:
@@ -167,7 +171,7 @@ class _Exchange:
         if not self._has_begun:
             await self._whole(told.status, told.whole)
             return
-        await self._stream(told.event)
+        await self._stream(told.event if self._failed is None else self._failed(told.whole.data))
         await self._body(b"", has_more=False)
 
     async def _whole(self, status: int, body: Whole) -> None:

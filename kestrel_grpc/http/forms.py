@@ -64,9 +64,10 @@ class JsonForm:
         return Told(status, whole, self.error_event(body))
 
 
-def sent_event(values: dict[str, Any]) -> bytes:
+def sent_event(values: dict[str, Any], name: str = "") -> bytes:
     """A server-sent event."""
-    return b"data: " + orjson.dumps(values) + b"\n\n"
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + orjson.dumps(values) + b"\n\n"
 
 
 SSE = JsonForm(

@@ -18,6 +18,7 @@ from ...edge.calls.call import Context
 from ...services.messages.json_values import finish_reason
 from ...services.messages.task_fields import short_path
 from ...services.vision import VisionService
+from ..edge import ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..refusals import Rename, renamed
 from .conversation import FIELDS, Conversation
@@ -35,7 +36,7 @@ _NAMES: dict[FieldPath, FieldPath] = {
 _EFFORTS = {
     "none": False,
     "minimal": False,
-    **dict.fromkeys(("low", "medium", "high", "xhigh"), True),
+    **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), True),
 }
 """The values of ``reasoning_effort``, and whether the model then reasons: it does so in one way only."""
 _Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -123,6 +124,25 @@ def _ask_for_places(
         await context.write(pb.StreamQueryResponse(final=response))
 
     return Asked(request, task, query, stream_query, rename, wanted)
+
+
+def count(
+    asked: Asked,
+    service: VisionService,
+    answer: Callable[[dict[str, int]], dict[str, Any]],
+    rename: Rename,
+) -> ServiceCall:
+    """Counts what the request would take. ``rename``: of the paths of chat completions."""
+    given, places = asked.request, asked.places
+    images = given.images if places is None else [given.image]
+    task = pb.Task(**{"query" if places is None else places.skill: asked.task})
+    request = pb.CountTokensRequest(images=images, tasks=[task], options=given.options)
+    return ServiceCall(
+        request,
+        service.CountTokens,
+        lambda response: answer({"input_tokens": response.input_tokens}),
+        rename=lambda path: rename(asked.rename(path[2:] if path[:1] == ("tasks",) else path)),
+    )
 
 
 def fill(

@@ -29,12 +29,11 @@ from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS
 from .models import listing, served_name
 
 UNSUPPORTED_PATHS = {
-    "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "the models make no embeddings of texts",
 }
 """Paths of OpenAI's interface that this one does not have, and what to do instead."""
 _MOST_TOP = 20
-_DETAILS = {"low": 1, "high": None, "auto": None}
+_DETAILS = {"low": 1, "high": None, "auto": None, "original": None}
 """The values of ``detail``, and the budget of the image: low is the overview alone."""
 
 

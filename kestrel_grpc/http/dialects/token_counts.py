@@ -1,6 +1,6 @@
-"""Counts of tokens before a request: Anthropic's /v1/messages/count_tokens, OpenAI's /v1/responses/input_tokens.
+"""Counts of tokens before a request: Anthropic's /v1/messages/count_tokens.
 
-Each counts the question that its conversation is, as /v1/chat/completions would ask it.
+It counts the question that its conversation is, as /v1/chat/completions would ask it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields
 from ..known_fields import KnownFields
-from .asking import reasons
 from .conversation import MESSAGE, Message, MessageImage, conversation
 from .known_fields import CHAT_MESSAGE, NO_TOOLS
 from .models import set_model
-from .openai import message_content
 
 _REMEDY = "send images as parts of a message, and name a fine-tune in model, as MODEL/ADAPTER"
 _ANTHROPIC = KnownFields(
@@ -29,18 +27,6 @@ _ANTHROPIC = KnownFields(
     frozenset({"model", "messages", "system", "thinking"}),
     refused={"tools": NO_TOOLS, "mcp_servers": NO_TOOLS, "input": "use messages"},
     ignored=frozenset({"tool_choice", "cache_control", "context_management", "output_config"}),
-    remedy=_REMEDY,
-)
-_OPENAI = KnownFields(
-    "input_tokens",
-    frozenset({"model", "input", "instructions", "reasoning"}),
-    refused={
-        "tools": NO_TOOLS,
-        "messages": "use input",
-        "previous_response_id": "the server stores no responses; send the conversation in input",
-        "conversation": "the server stores no conversations; send it in input",
-    },
-    ignored=frozenset({"tool_choice", "parallel_tool_calls", "truncation", "text", "personality"}),
     remedy=_REMEDY,
 )
 _PARTS = {
@@ -73,13 +59,6 @@ def endpoints(
         messages = [*_system(fields, "system"), *_messages(fields)]
         return _counted(fields, messages, "messages", _THINKING[kind], lambda counted: counted)
 
-    def openai(fields: Fields) -> ServiceCall:
-        _OPENAI.check(fields)
-        messages = [*_system(fields, "instructions"), *_input(fields)]
-        effort = reasons(fields.inner("reasoning"), "effort")
-        head = {"object": "response.input_tokens"}
-        return _counted(fields, messages, "input", effort, lambda counted: {**head, **counted})
-
     def _counted(
         fields: Fields,
         messages: list[Message],
@@ -107,7 +86,6 @@ def endpoints(
     method = f"{VISION_METHODS}CountTokens"
     return {
         ("POST", "/v1/messages/count_tokens"): Endpoint(method, anthropic),
-        ("POST", "/v1/responses/input_tokens"): Endpoint(method, openai),
     }
 
 
@@ -150,18 +128,3 @@ def _anthropic_content(fields: Fields, key: str) -> tuple[str, list[MessageImage
         encoded = source.image(source.text(_SOURCES[where]), _SOURCES[where])
         images.append(MessageImage(encoded, None))
     return "\n".join(texts), images
-
-
-def _input(fields: Fields) -> Iterator[Message]:
-    """The items of OpenAI's ``input``. Raises InvalidRequest, UnsupportedImageError."""
-    given = fields.values.get("input")
-    if isinstance(given, str):
-        yield Message("user", given, (), ("input",))
-        return
-    if given is not None and not isinstance(given, list):
-        raise InvalidRequest("input", "must be a string or a list of messages")
-    for item in fields.objects("input", MESSAGE):
-        if (kind := item.text("type", "message")) != "message":
-            raise InvalidRequest(item.at("type"), f"must be message, got {kind[:50]!r}")
-        text, images = message_content(item)
-        yield Message(str(item.values.get("role")), text, images, item.path)

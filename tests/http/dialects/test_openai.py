@@ -338,12 +338,12 @@ async def test_errors_name_the_message(http):
 
 async def test_paths_that_are_not_supported_say_what_to_do(http):
     _, client = await http()
-    for path in ("responses", "embeddings", "made_up"):
+    for path in ("embeddings", "made_up"):
         response = await client.post(f"/v1/{path}", json={"model": "x", "prompt": "Once"})
         error = response.json()["error"]
         assert response.status_code == 404 and error["code"] == "path_not_found"
         assert f"there is no path '/v1/{path}'" in error["message"]
-        known = {"responses": "use /v1/chat/completions"}
+        known = {"embeddings": "make no embeddings of texts"}
         assert known.get(path, "") in error["message"]
 
 

@@ -99,9 +99,24 @@ def test_openai(endpoint: str, tmp_path: Path):
     assert out["models"] == ["kestrel-tiny"] == [out["model"]]
     assert out["bad_request"] == ["n", 400] and out["wrong_key"] == "credentials_invalid"
     assert (
-        example(tmp_path, endpoint, "import OpenAI\n\nclient", [tmp_path / "env/bin/python"]) == "2"
+        example(tmp_path, endpoint, "completions.create(model=", [tmp_path / "env/bin/python"])
+        == "2"
     )
     assert example(tmp_path, endpoint, "import BaseModel", [tmp_path / "env/bin/python"]) == "2"
+
+
+def test_responses(endpoint: str, tmp_path: Path):
+    out = run(tmp_path, ["openai>=2,<4"], "responses_program.py", endpoint)
+    assert out["answer"] == out["stream"] == out["reasoned"] == "0" and out["tokens"] == 1
+    assert out["status"] == out["again"] == "completed" and out["last"] == "response.completed"
+    assert out["reasoning"] == ["I see no red circles."] and out["parsed"] in (True, False)
+    assert "response.reasoning_summary_text.delta" in out["kinds"] and out["valid"] > 12
+    assert out["input_tokens"] == out["counted"]
+    assert out["cut"] == "response.incomplete" and out["cancelled"] == "response.created"
+    assert out["bad_request"] == ["previous_response_id", 400]
+    assert out["wrong_key"] == "credentials_invalid"
+    python = tmp_path / "env/bin/python"
+    assert example(tmp_path, endpoint, "client.responses", [python]) == "2"
 
 
 def test_ollama(endpoint: str, tmp_path: Path):

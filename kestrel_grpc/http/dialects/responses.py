@@ -1,0 +1,388 @@
+"""OpenAI's Responses: /v1/responses and /v1/responses/input_tokens.
+
+The items of ``input`` are a conversation, which asks what it asks in chat completions (asking.py). The server stores no
+responses, so each request has its whole conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_engine import FieldPath, InvalidRequest, clock
+
+from ...edge.messages.fields import located
+from ...service_names import VISION_METHODS
+from ...services.messages.json_values import num_crops
+from ...services.vision import VisionService
+from ..edge import Endpoint, ServiceCall
+from ..fields import Fields
+from ..forms import sent_event
+from ..known_fields import KnownFields
+from ..refusals import renamed
+from .asking import Asked, ask, count, reasons
+from .conversation import MESSAGE, Message, conversation
+from .known_fields import CHAT_MESSAGE, NO_TOOLS, OPENAI_SAMPLING
+from .openai import message_content
+from .sampling import SamplingFields
+
+_STORES_NONE = "the server stores no responses; send the whole conversation in input"
+_IN_CHAT = "is not supported here; use /v1/chat/completions"
+_REMEDY = "send images as parts of input, and name a fine-tune in model, as MODEL/ADAPTER"
+_CHAT_LIMITS = ("max_tokens", "max_completion_tokens")
+SAMPLING = SamplingFields(
+    {
+        **{key: name for key, name in OPENAI_SAMPLING.names.items() if key not in _CHAT_LIMITS},
+        "max_output_tokens": "max_tokens",
+    },
+    hottest=OPENAI_SAMPLING.hottest,
+    unlimited=OPENAI_SAMPLING.unlimited,
+)
+_ASKED = frozenset({"model", "input", "instructions", "reasoning", "text", "max_crops"})
+RESPONSES = KnownFields(
+    "/v1/responses",
+    _ASKED | {"stream", "metadata", "include", *SAMPLING.names},
+    refused={
+        "tools": NO_TOOLS,
+        "messages": "use input",
+        "prompt": "the server stores no prompts; use input",
+        "response_format": "use text.format",
+        "reasoning_effort": "use reasoning.effort",
+        "previous_response_id": _STORES_NONE,
+        "conversation": _STORES_NONE,
+        "background": "the server stores no responses; leave it out",
+        "moderation": "the server moderates nothing; leave it out",
+        **dict.fromkeys(_CHAT_LIMITS, "use max_output_tokens"),
+        **dict.fromkeys(("n", "logprobs", "top_logprobs"), _IN_CHAT),
+    },
+    ignored=frozenset(
+        {
+            *("tool_choice", "parallel_tool_calls", "max_tool_calls", "truncation", "personality"),
+            *("user", "store", "service_tier", "safety_identifier", "stream_options"),
+            *("context_management", "prompt_cache_key", "prompt_cache_retention"),
+        }
+    ),
+    remedy=_REMEDY,
+)
+_COUNTED = KnownFields(
+    "input_tokens", _ASKED, refused=RESPONSES.refused, ignored=RESPONSES.ignored, remedy=_REMEDY
+)
+ITEM = KnownFields(
+    "items of input",
+    CHAT_MESSAGE.honoured | {"type"},
+    ignored=CHAT_MESSAGE.ignored | {"status", "phase"},
+    remedy=_REMEDY,
+)
+REASONING = KnownFields(
+    "reasoning",
+    frozenset({"effort"}),
+    ignored=frozenset({"summary", "generate_summary", "context", "mode"}),
+)
+TEXT = KnownFields("text", frozenset({"format"}), ignored=frozenset({"verbosity"}))
+FORMAT = KnownFields(
+    "text.format",
+    frozenset({"type", "schema"}),
+    refused={"json_schema": "its fields belong beside type"},
+    ignored=frozenset({"strict", "name", "description"}),
+)
+_NAMES: dict[FieldPath, FieldPath] = {
+    ("messages",): ("input",),
+    ("response_format",): ("text", "format"),
+    ("response_format", "json_schema"): ("text", "format"),
+}
+_LOGPROBS = "message.output_text.logprobs"
+_MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+"""Those of OpenAI's interface."""
+
+
+def endpoints(
+    vision: VisionService, names: Callable[[], Sequence[str]]
+) -> dict[tuple[str, str], Endpoint]:
+    """By verb and path. ``names`` gives the served models' names, the default first."""
+
+    def asked(fields: Fields) -> Asked:
+        with located(_renamed):
+            talk = conversation([*_instructions(fields), *_input(fields)])
+            reasoning = fields.inner("reasoning")
+            REASONING.check(reasoning)
+            reasoned = reasons(reasoning, "effort")
+            form = _form(fields)
+            return ask(fields, talk, form, vision, names(), reasoning=reasoned, sampling=SAMPLING)
+
+    def respond(fields: Fields) -> ServiceCall:
+        RESPONSES.check(fields)
+        if _LOGPROBS in fields.texts("include"):
+            raise InvalidRequest("include", f"{_LOGPROBS} {_IN_CHAT}")
+        found, echo = asked(fields), _echo(fields)
+
+        def rename(path: FieldPath) -> FieldPath:
+            return _renamed(found.rename(path))
+
+        if not fields.flag("stream"):
+            return ServiceCall(
+                found.request, found.query, lambda response: _whole(echo, response), rename=rename
+            )
+        events = _Events(echo)
+        return ServiceCall(
+            found.request, found.stream_query, dict, events.of, rename, events.of_failure
+        )
+
+    def counted(fields: Fields) -> ServiceCall:
+        _COUNTED.check(fields)
+        head = {"object": "response.input_tokens"}
+        return count(asked(fields), vision, lambda counts: {**head, **counts}, _renamed)
+
+    return {
+        ("POST", "/v1/responses"): Endpoint(
+            f"{VISION_METHODS}Query", respond, caps_max_tokens=True
+        ),
+        ("POST", "/v1/responses/input_tokens"): Endpoint(f"{VISION_METHODS}CountTokens", counted),
+    }
+
+
+def _renamed(path: FieldPath) -> FieldPath:
+    """The path in this dialect for one of chat completions."""
+    return renamed(path, _NAMES)
+
+
+def _instructions(fields: Fields) -> Iterator[Message]:
+    text = fields.text("instructions", "")
+    if text:
+        yield Message("system", text, (), ("instructions",))
+
+
+def _input(fields: Fields) -> Iterator[Message]:
+    """Earlier reasoning is left out. Raises InvalidRequest, UnsupportedImageError."""
+    given = fields.values.get("input")
+    if isinstance(given, str):
+        yield Message("user", given, (), ("input",))
+        return
+    if given is not None and not isinstance(given, list):
+        raise InvalidRequest("input", "must be a string or a list of messages")
+    for item in fields.objects("input", MESSAGE):
+        kind = item.text("type", "message")
+        if kind == "reasoning":
+            continue
+        if kind == "item_reference":
+            raise InvalidRequest(item.path, _STORES_NONE)
+        if kind != "message":
+            raise InvalidRequest(item.at("type"), f"must be message, got {kind[:50]!r}")
+        ITEM.check(item)
+        text, images = message_content(item)
+        yield Message(str(item.values.get("role")), text, images, item.path)
+
+
+def _form(fields: Fields) -> Fields:
+    """``text.format`` as ``response_format`` of chat completions. Raises InvalidRequest."""
+    text = fields.inner("text")
+    TEXT.check(text)
+    form = text.inner("format")
+    FORMAT.check(form)
+    kind = form.text("type", "text")
+    schema = {"json_schema": form.values} if kind == "json_schema" else {}
+    return Fields({"type": kind, **schema}, ("response_format",))
+
+
+def _echo(fields: Fields) -> dict[str, Any]:
+    """What the request says of its response. Raises InvalidRequest."""
+    metadata = fields.inner("metadata").values
+    if len(metadata) > _MOST_METADATA:
+        raise InvalidRequest("metadata", f"has {len(metadata)} keys; the limit is {_MOST_METADATA}")
+    for key, value in metadata.items():
+        if not isinstance(value, str) or len(key) > _LONGEST_KEY or len(value) > _LONGEST_VALUE:
+            raise InvalidRequest(
+                ("metadata", key[:_LONGEST_KEY]),
+                f"must be a text of at most {_LONGEST_VALUE} characters, its key of {_LONGEST_KEY}",
+            )
+    effort = fields.inner("reasoning").values.get("effort")
+    return {
+        "instructions": fields.values.get("instructions"),
+        "max_output_tokens": fields.values.get("max_output_tokens"),
+        "metadata": metadata,
+        "reasoning": {"effort": effort, "summary": None},
+        "temperature": fields.values.get("temperature"),
+        "text": {"format": fields.inner("text").inner("format").values or {"type": "text"}},
+        "top_p": fields.values.get("top_p"),
+        "background": False,
+        "parallel_tool_calls": False,
+        "previous_response_id": None,
+        "store": False,
+        "tool_choice": "none",
+        "tools": [],
+        "truncation": "disabled",
+    }
+
+
+def _response(
+    echo: dict[str, Any], info: common_pb2.RequestInfo, status: str, **others: Any
+) -> dict[str, Any]:
+    return {
+        "id": f"resp_{info.request_id}",
+        "object": "response",
+        "created_at": int(clock.wall()),
+        "model": info.model,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+        **echo,
+        **others,
+    }
+
+
+def _whole(echo: dict[str, Any], response: pb.QueryResponse) -> dict[str, Any]:
+    (answer,), info = response.answers, response.info
+    status = _status(answer)
+    output = [_item(_MESSAGE, info, status, answer.text)]
+    if answer.HasField("reasoning"):
+        output.insert(0, _item(_REASONING, info, "completed", answer.reasoning.text))
+    details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    return _response(
+        echo, info, status, incomplete_details=details, output=output, usage=_usage(response)
+    )
+
+
+def _status(answer: pb.Answer) -> str:
+    is_cut = answer.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    return "incomplete" if is_cut else "completed"
+
+
+def _usage(response: pb.QueryResponse) -> dict[str, Any]:
+    used = response.usage
+    return {
+        "input_tokens": used.input_tokens,
+        "input_tokens_details": {
+            "cached_tokens": used.cached_tokens,
+            "cache_write_tokens": 0,
+            "image_tokens": used.image_tokens,
+            "num_crops": num_crops(response.info),
+        },
+        "output_tokens": used.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
+        "total_tokens": used.input_tokens + used.output_tokens,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of item. ``parts``: the field with its parts. ``part_event``, ``text_event``: the names of events.
+    ``number``: the field of events with the number of the part. ``extra``: fields of the events with text."""
+
+    prefix: str
+    parts: str
+    part_event: str
+    text_event: str
+    number: str
+    fields: dict[str, Any]
+    part: dict[str, Any]
+    extra: dict[str, Any]
+
+
+_REASONING = _Kind(
+    *("rs", "summary", "reasoning_summary_part", "reasoning_summary_text", "summary_index"),
+    fields={"type": "reasoning"},
+    part={"type": "summary_text"},
+    extra={},
+)
+_MESSAGE = _Kind(
+    *("msg", "content", "content_part", "output_text", "content_index"),
+    fields={"type": "message", "role": "assistant"},
+    part={"type": "output_text", "annotations": [], "logprobs": []},
+    extra={"logprobs": []},
+)
+
+
+def _item(
+    kind: _Kind, info: common_pb2.RequestInfo, status: str, text: str | None = None
+) -> dict[str, Any]:
+    """``text``: None before the item has parts."""
+    parts = [] if text is None else [{**kind.part, "text": text}]
+    return {
+        "id": f"{kind.prefix}_{info.request_id}",
+        **kind.fields,
+        "status": status,
+        kind.parts: parts,
+    }
+
+
+class _Events:
+    """The events of one stream. Owns their numbers, and which item is open."""
+
+    def __init__(self, echo: dict[str, Any]) -> None:
+        self._echo = echo
+        self._number = self._index = 0
+        self._info = common_pb2.RequestInfo()
+        self._open: _Kind | None = None
+        self._pieces: list[str] = []
+
+    def of(self, message: pb.StreamQueryResponse) -> Iterable[bytes]:
+        kind = message.WhichOneof("event")
+        if kind == "started":
+            self._info = message.started
+            begun = _response(self._echo, self._info, "in_progress")
+            yield self._event("response.created", response=begun)
+            yield self._event("response.in_progress", response=begun)
+        elif kind == "reasoning_delta":
+            yield from self._text(_REASONING, message.reasoning_delta.text)
+        elif kind == "text_delta":
+            yield from self._text(_MESSAGE, message.text_delta.text)
+        elif kind == "final":
+            if self._open is not _MESSAGE:  # The answer is empty.
+                yield from self._begin(_MESSAGE)
+            (answer,) = message.final.answers
+            yield from self._end(_status(answer))
+            whole = _whole(self._echo, message.final)
+            yield self._event(f"response.{whole['status']}", response=whole)
+
+    def of_failure(self, body: bytes) -> bytes:
+        """The last event of a stream that fails. ``body``: of the error's response, if it had one."""
+        error = orjson.loads(body)["error"]
+        codes = {
+            "rate_limit_error": "rate_limit_exceeded",
+            "invalid_request_error": "invalid_prompt",
+        }
+        error["code"] = codes.get(error["type"], "server_error")
+        failed = _response(self._echo, self._info, "failed", error=error)
+        return self._event("response.failed", response=failed)
+
+    def _text(self, kind: _Kind, text: str) -> Iterator[bytes]:
+        if self._open is not kind:
+            yield from self._begin(kind)
+        self._pieces.append(text)
+        yield self._of_part(f"{kind.text_event}.delta", delta=text, **kind.extra)
+
+    def _begin(self, kind: _Kind) -> Iterator[bytes]:
+        """Opens an item, after the one that is open."""
+        if self._open is not None:
+            yield from self._end("completed")
+            self._index += 1
+        self._open = kind
+        item = _item(kind, self._info, "in_progress")
+        yield self._event("response.output_item.added", output_index=self._index, item=item)
+        yield self._of_part(f"{kind.part_event}.added", part={**kind.part, "text": ""})
+
+    def _end(self, status: str) -> Iterator[bytes]:
+        """Ends the item that is open."""
+        kind, text = self._open, "".join(self._pieces)
+        assert kind is not None, "an item has begun"
+        self._pieces.clear()
+        yield self._of_part(f"{kind.text_event}.done", text=text, **kind.extra)
+        yield self._of_part(f"{kind.part_event}.done", part={**kind.part, "text": text})
+        item = _item(kind, self._info, status, text)
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def _of_part(self, name: str, **values: Any) -> bytes:
+        assert self._open is not None, "an item has begun"
+        place = {"output_index": self._index, self._open.number: 0}
+        item_id = f"{self._open.prefix}_{self._info.request_id}"
+        return self._event(f"response.{name}", item_id=item_id, **place, **values)
+
+    def _event(self, name: str, **values: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return sent_event({"type": name, "sequence_number": number, **values}, name)
