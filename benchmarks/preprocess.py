@@ -24,7 +24,7 @@ from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.decoding.images import begin_image, open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_digest
-from kestrel_engine.preprocess.processes.decoder import Work
+from kestrel_engine.preprocess.processes.decoder import ImageDecoder
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 
@@ -79,7 +79,7 @@ def measure_one(report: Report, count: int) -> None:
     for threads in SHARES:
         begin = partial(begin_image, image, LIMITS)
         stages[f"decode, tile and key, {threads} threads"] = _tiling(begin, threads)
-    stages["decode and key, crops made on a device"] = lambda: crops.prepare(
+    stages["decode and key, crops made on a device"] = lambda: crops.cut_crops(
         open_image(image, LIMITS), VISION, device_pixels=DEVICE_PIXELS
     )
     title = f"One image of {len(image)} bytes, {rows} x {columns} crops"
@@ -111,8 +111,8 @@ def measure_one(report: Report, count: int) -> None:
 
 def _tiling(image: Callable[[], DecodedImage], threads: int) -> Callable[[], Any]:
     """Prepares an image in this process as a decoder does."""
-    run = partial(Work(LIMITS, VISION).split, threads=threads) if threads > 1 else None
-    return lambda: crops.prepare(image(), VISION, run=run)
+    run = partial(ImageDecoder(LIMITS, VISION).split, threads=threads) if threads > 1 else None
+    return lambda: crops.cut_crops(image(), VISION, run=run)
 
 
 def measure_many(report: Report, seconds: float) -> None:

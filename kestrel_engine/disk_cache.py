@@ -39,7 +39,7 @@ class NoRoom(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """``kind``: "", or the suffix of a download that is not complete, or of what is being deleted."""
 
     path: Path
@@ -138,7 +138,7 @@ class DiskCache:
             if entry.kind:
                 self._delete(entry)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CacheEntry]:
         """All that is in the folder, in no order."""
         for path in self._folder.iterdir():
             found = _ENTRY.fullmatch(path.name)
@@ -152,7 +152,7 @@ class DiskCache:
             elif not kind:
                 with suppress(OSError):
                     used_at = (self._locks / f"{name}.use").stat().st_mtime
-            yield Entry(path, name, kind, num_bytes, used_at)
+            yield CacheEntry(path, name, kind, num_bytes, used_at)
 
     def _planned(self, name: str) -> Path:
         """The file with the bytes that a download takes, so that others which begin meanwhile count them."""
@@ -162,7 +162,7 @@ class DiskCache:
         """Renames a folder, so that from now on processes find nothing there."""
         return path.rename(self._folder / f"{name}.deleted-{time.time_ns()}")
 
-    def _delete(self, entry: Entry) -> bool:
+    def _delete(self, entry: CacheEntry) -> bool:
         """Returns whether it is gone. False if a process uses or downloads it, or if another user owns it."""
         lock = self._locks / (entry.name if entry.kind else f"{entry.name}.use")
         try:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kestrel_engine import ImageLimits
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
@@ -120,7 +120,7 @@ def measure_preprocessing(report: Report, _: torch.device, *, quick: bool) -> No
     limits, vision = ImageLimits(), VisionConfig()
 
     def work(image: bytes) -> int:
-        return prepare(open_image(image, limits), vision).num_crops
+        return cut_crops(open_image(image, limits), vision).num_crops
 
     work(images[0])
     few = images[: 2 if quick else 16]

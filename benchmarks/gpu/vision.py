@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kestrel_engine import ImageLimits, PreparedImage
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
@@ -47,7 +47,7 @@ def prepared_images(count: int, vision: VisionConfig) -> list[PreparedImage]:
     """Returns images of the trace, decoded and tiled, each with a different key."""
     limits = ImageLimits()
     images = draw_images(min(count, 8), first=IMAGES_FROM)
-    drawn = [prepare(open_image(image, limits), vision) for image in images]
+    drawn = [cut_crops(open_image(image, limits), vision) for image in images]
     return [replace(drawn[i % len(drawn)], key=f"benchmark-{i}") for i in range(count)]
 
 

@@ -40,7 +40,7 @@ _TWICE = {"text_lora", "_text"}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AdapterFiles:
     """The files of an adapter. ``stamps``: what changes when a file does."""
 
     name: str
@@ -53,7 +53,7 @@ class Checked:
     """An adapter that fits the model. ``pairs``: A and B of each module. ``scales``: B's factor of each module.
     ``count``: elements."""
 
-    found: Found
+    found: AdapterFiles
     pairs: Mapping[str, Sides]
     scales: Mapping[str, float]
 
@@ -83,7 +83,7 @@ class Packer(Protocol):
         ...
 
 
-def find(folder: Path, name: str) -> Found:
+def find(folder: Path, name: str) -> AdapterFiles:
     """Returns the files of the adapter ``name``, which is checked: the folder, or the .safetensors, .pt or .pth file,
     of that name. Raises AdapterNotFound, and AdapterUnfit if there are several."""
     entries = [folder / name, *(folder / f"{name}{suffix}" for suffix in SUFFIXES)]
@@ -112,7 +112,7 @@ def names_in(folder: Path) -> list[str]:
     return [name for name in names if is_adapter_name(name)]
 
 
-def found_in(place: Path, name: str) -> Found:
+def found_in(place: Path, name: str) -> AdapterFiles:
     """Returns the files of the adapter ``name`` at ``place``, a folder or a file. Raises AdapterUnfit."""
     with _naming(name, place):
         files = find_files(place)
@@ -122,14 +122,14 @@ def found_in(place: Path, name: str) -> Found:
         for file, stat in zip(files, stats, strict=True):
             if not S_ISREG(stat.st_mode):  # A pipe would hold the thread that reads all adapters.
                 raise CheckpointError(f"{file}: is not a plain file")
-    return Found(name, files, tuple(map(_stamp, stats)))
+    return AdapterFiles(name, files, tuple(map(_stamp, stats)))
 
 
 def _stamp(stat: os.stat_result) -> tuple[int, int, int]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def have_changed(found: Found) -> bool:
+def have_changed(found: AdapterFiles) -> bool:
     """Whether the files are others by now."""
     try:
         return tuple(_stamp(file.stat()) for file in found.files) != found.stamps
@@ -137,7 +137,7 @@ def have_changed(found: Found) -> bool:
         return True
 
 
-def check(found: Found, shapes: Shapes, text: TextConfig) -> Checked:
+def check(found: AdapterFiles, shapes: Shapes, text: TextConfig) -> Checked:
     """Checks all names, shapes and types, and the scale. Reads headers only. Raises AdapterUnfit."""
     with _naming(found.name, found.files[0].parent):
         files = tuple(file for file in found.files if file.name != CONFIG_NAME)
@@ -267,7 +267,7 @@ def _check_rank(a: StoredTensor, b: StoredTensor) -> None:
         )
 
 
-def _settings(found: Found, described: Mapping[Path, Header]) -> Mapping[str, Any]:
+def _settings(found: AdapterFiles, described: Mapping[Path, Header]) -> Mapping[str, Any]:
     """What the adapter says about itself: PEFT's file beside it, else the metadata of its last file."""
     config = found.files[-1]
     if config.name != CONFIG_NAME:

@@ -22,7 +22,7 @@ from ..checkpoint.weights.expected import Shapes
 from ..errors import AdaptersFull, AdapterUnavailable, AdapterUnfit, EngineClosed
 from ..types.adapter import Adapter, AdapterCounts
 from ..types.model_config import ModelConfig
-from .files import Checked, Found, Packer, check, have_changed, read
+from .files import AdapterFiles, Checked, Packer, check, have_changed, read
 from .origins.origins import Origins, Version
 from .targets import targets
 
@@ -212,7 +212,7 @@ class AdapterLibrary:
             f"the files of {entry.version.name!r} change while they are read; try again later"
         )
 
-    async def _read_files(self, entry: _Entry, found: Found) -> Adapter:
+    async def _read_files(self, entry: _Entry, found: AdapterFiles) -> Adapter:
         loop = asyncio.get_running_loop()
         checked = await loop.run_in_executor(
             self._thread, check, found, self._shapes, self._model.text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from ..checkpoint.weights.names import Part, map_names
+from ..checkpoint.weights.names import TensorPart, map_names
 from ..errors import CheckpointError
 from ..types.adapter import INPUT
 from ..types.model_config import TextConfig
@@ -52,7 +52,7 @@ def target_of(stored: str, text: TextConfig) -> Target | None:
     except CheckpointError:
         return None
     canonical, source = next(iter(found.items()), ("", None))
-    if source is None or source.part is not Part.WHOLE or len(found) != 1:
+    if source is None or source.part is not TensorPart.WHOLE or len(found) != 1:
         return None
     # Moondream applies this change of its variants to the block's normalised input.
     place = INPUT if _VARIANT_PROJ in module else ""

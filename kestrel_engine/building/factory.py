@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ..kernels.kernel_cache import CompileMeter
     from ..models.refiner import Refiner
     from ..runtime.gpu.adapters.layout import SlabLayout
-    from ..runtime.gpu.adapters.upload import Upload
+    from ..runtime.gpu.adapters.upload import SlabUpload
     from .early_kernels import EarlyKernels
 
 logger = logging.getLogger(__name__)
@@ -337,13 +337,13 @@ def _refiner(opened: OpenedModel, plan: Plan) -> Refiner | None:
 
 def _adapter_upload(
     config: RuntimeConfig, device: torch.device, layout: SlabLayout | None
-) -> Upload | None:
+) -> SlabUpload | None:
     """What copies adapters to the device; None on a CPU."""
-    from ..runtime.gpu.adapters.upload import Upload
+    from ..runtime.gpu.adapters.upload import SlabUpload
 
     if device.type != "cuda":
         return None
-    return Upload(device, 0 if layout is None else config.adapter_cache_bytes)
+    return SlabUpload(device, 0 if layout is None else config.adapter_cache_bytes)
 
 
 def _slab_layout(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SlabLayout:

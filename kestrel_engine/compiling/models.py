@@ -25,7 +25,7 @@ from ..checkpoint.weights.loader import stores_fp8
 from ..config.adapters import AdapterSources
 from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError, ModelLoadError
-from ..preprocess.crops import prepare
+from ..preprocess.crops import cut_crops
 from ..preprocess.decoding.decoded_image import DecodedImage
 from ..runtime.gpu import capture
 from ..runtime.gpu.device import library_version
@@ -170,7 +170,7 @@ def _start(built: Built) -> None:
     runtime, config = built.runtime, built.model
     side, length = config.vision.crop_size, config.image_prefix
     blank = DecodedImage(np.zeros((side, side, 3), np.uint8))
-    image = replace(prepare(blank, config.vision, device_pixels=built.device_pixels), key="blank")
+    image = replace(cut_crops(blank, config.vision, device_pixels=built.device_pixels), key="blank")
     spec = SampleSpec(TokenRule(stop=config.ids.eos_id), SamplingParams(), 0)
     block = ImageBlock(image.key, config.image_positions)
     words = (0,) * 5

@@ -1,7 +1,7 @@
 """The steps by which a process confines itself. They can't be undone.
 
 ``leave_surroundings`` may come before forks, as the namespaces hold for all children. ``confine`` is for the process
-that works on untrusted bytes. What the kernel does not offer is left out, and `Found` says so.
+that works on untrusted bytes. What the kernel does not offer is left out, and `Confinement` says so.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Confinement:
     """What confines a process. ``landlock``: the version of its interface, 0 without."""
 
     landlock: int = 0
@@ -101,7 +101,7 @@ def close_all_but(*kept: int) -> None:
     os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def confine(num_bytes: int, namespaces: bool, *, reports: bool = False) -> tuple[Found, int]:
+def confine(num_bytes: int, namespaces: bool, *, reports: bool = False) -> tuple[Confinement, int]:
     """Confines this process, which has one thread. Afterwards no path leads to a file.
 
     ``num_bytes``: private memory that its work takes. ``namespaces``: what ``leave_surroundings`` returned.
@@ -111,7 +111,7 @@ def confine(num_bytes: int, namespaces: bool, *, reports: bool = False) -> tuple
     """
     _bound(num_bytes)
     if sys.platform != "linux":
-        return Found(), -1
+        return Confinement(), -1
     if namespaces:
         try:
             os.chroot(_ROOT)
@@ -123,7 +123,7 @@ def confine(num_bytes: int, namespaces: bool, *, reports: bool = False) -> tuple
     hide_memory()
     landlock = _restrict_files()
     seccomp, listener = _restrict_calls(reports)
-    return Found(landlock, seccomp, namespaces), listener
+    return Confinement(landlock, seccomp, namespaces), listener
 
 
 def next_call(listener: int) -> int:

@@ -10,15 +10,15 @@ import sys
 
 from ..errors import ConfigError
 from . import children
-from .steps import Found, confine, leave_surroundings
+from .steps import Confinement, confine, leave_surroundings
 
 
 @functools.cache
-def found() -> Found:
+def found() -> Confinement:
     """Starts a process, which takes 0.1 s. Raises OSError if none can be started."""
     with children.start(__name__, stdout=subprocess.PIPE) as process:
         answer, _ = process.communicate()
-    return Found(**json.loads(answer)) if answer else Found()
+    return Confinement(**json.loads(answer)) if answer else Confinement()
 
 
 def main(argument: str) -> None:

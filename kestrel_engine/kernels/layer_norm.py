@@ -21,7 +21,7 @@ LEAST_PEAK = 1e-12
 """The smallest peak of a row in FP8, so that a row of zeros has a valid scale."""
 
 
-class Part(NamedTuple):
+class Summand(NamedTuple):
     """A summand of the stream, as a kernel reads it: ``data`` [splits, M, D], whose splits are added in order. The
     kernels have the numbers of splits of all parts as a constant."""
 
@@ -113,7 +113,7 @@ def _layer_norm_kernel(
 
 @triton.jit
 def _sum_of(part, row, cols, mask, SPLITS: tl.constexpr):
-    """Returns the sum of row ``row`` of a `Part` over the splits, in order: [BLOCK] float32."""
+    """Returns the sum of row ``row`` of a `Summand` over the splits, in order: [BLOCK] float32."""
     at = part.data + row * part.row_stride + cols
     total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
@@ -123,7 +123,7 @@ def _sum_of(part, row, cols, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def with_parts(added, parts, row, cols, mask, SPLITS: tl.constexpr):
-    """Returns ``added`` [BLOCK] float32 plus row ``row`` of each `Part`, in order. ``parts``: None for none."""
+    """Returns ``added`` [BLOCK] float32 plus row ``row`` of each `Summand`, in order. ``parts``: None for none."""
     if parts is not None:
         for i in tl.static_range(len(parts)):
             added += _sum_of(parts[i], row, cols, mask, SPLITS[i])
@@ -244,10 +244,10 @@ def add_layer_norm(
     return out
 
 
-def part_arguments(parts: Sequence[Tensor]) -> tuple[tuple[Part, ...] | None, tuple[int, ...]]:
+def part_arguments(parts: Sequence[Tensor]) -> tuple[tuple[Summand, ...] | None, tuple[int, ...]]:
     """Returns what a kernel reads of ``parts``, each [S, M, D] or [M, D], and their splits; None without parts."""
     split = [part if part.dim() == 3 else part.unsqueeze(0) for part in parts]
-    found = tuple(Part(part, part.stride(0), part.stride(1)) for part in split)
+    found = tuple(Summand(part, part.stride(0), part.stride(1)) for part in split)
     return found or None, tuple(map(len, split))
 
 

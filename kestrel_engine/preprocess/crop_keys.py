@@ -33,7 +33,7 @@ def crop_keys(
     image: PreparedImage, vision: VisionConfig, run: Run | None = None
 ) -> tuple[str, ...]:
     """Returns a key for each distinct crop: KEY_LENGTH hexadecimal digits. Images with equal keys have equal crops.
-    Blocks: 1 MB takes about half a millisecond. ``run``: as in ``crops.prepare``."""
+    Blocks: 1 MB takes about half a millisecond. ``run``: as in ``crops.cut_crops``."""
     if image.pixels is not None:
         digests = cell_digests(image.pixels, vision, run)
         return keys_of_cells(image.width, image.height, vision, digests)

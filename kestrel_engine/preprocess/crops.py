@@ -80,7 +80,7 @@ def device_makes_crops(width: int, height: int, vision: VisionConfig, device_pix
 def stored_shape(
     width: int, height: int, vision: VisionConfig, device_pixels: int
 ) -> tuple[int, ...]:
-    """Returns the shape of what ``prepare`` makes: of the pixels if the device makes the crops, or else of the
+    """Returns the shape of what ``cut_crops`` makes: of the pixels if the device makes the crops, or else of the
     crops."""
     if device_makes_crops(width, height, vision, device_pixels):
         return height, width, 3
@@ -103,7 +103,7 @@ def mirrored(image: DecodedImage, key: str) -> DecodedImage:
     return DecodedImage(pixels, identity=(key.encode(), b"mirrored"))
 
 
-def prepare(
+def cut_crops(
     image: DecodedImage,
     vision: VisionConfig,
     *,

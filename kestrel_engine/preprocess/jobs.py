@@ -47,7 +47,7 @@ class HeaderSize(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ImageJob:
     """An image that waits or is being decoded. ``waiters``: the number of its callers. ``cost``: None until a decoder
     has read the header."""
 
@@ -66,7 +66,7 @@ class Job:
     expensive: bool = False
     is_high: bool = False
     """Whether a request of the best priority needs it."""
-    queue: FairQueue[Job] | None = None
+    queue: FairQueue[ImageJob] | None = None
     """The queue in which it waits. Other queues may hold entries for it, which count no more."""
     waiters: int = 0
     header_only: bool = False
@@ -79,6 +79,6 @@ class Job:
         delay = OVERTAKEN_PER_SECOND * (self.cost.seconds if self.cost else 0.0)
         return self.arrived + delay - (HIGH_OVERTAKES_S if self.is_high else 0.0)
 
-    def wait_in(self, queue: FairQueue[Job]) -> None:
+    def wait_in(self, queue: FairQueue[ImageJob]) -> None:
         self.queue = queue
         queue.push(self, self.principal, self.rank)

@@ -38,7 +38,7 @@ from ..processes.template import confined
 from ..types.model_config import VisionConfig
 from .decoding.costs import FIELD, Cost
 from .decoding.images import ImageSource, OnBackground, read_source
-from .jobs import HeaderSize, Job, Preprocessed
+from .jobs import HeaderSize, ImageJob, Preprocessed
 from .known_bytes import KnownBytes
 from .looks import WHOLE, selection_of, selection_values
 from .measuring import MeasuredImage, measured
@@ -79,7 +79,7 @@ _NOTHING = Cost(0, 0, 0.0)
 class _Run:
     """The job of a busy decoder. ``failure``: the error of the job once the decoder has ended."""
 
-    job: Job
+    job: ImageJob
     timer: asyncio.TimerHandle
     expensive: bool
     failure: Exception | None = None
@@ -127,7 +127,7 @@ class PreprocessPool:
 
         Args:
             confine: As RuntimeConfig.confine.
-            device_pixels: As in ``crops.prepare``.
+            device_pixels: As in ``crops.cut_crops``.
             timeout_s: Limit on the time to decode one image, in seconds.
             with_crop_keys: Whether each crop gets a key, by which the engine recognises equal crops.
         """
@@ -151,8 +151,8 @@ class PreprocessPool:
             with_crop_keys=with_crop_keys,
             threads=processes,
         )
-        self._making: dict[bytes, Job] = {}
-        self._unknown, self._known, self._expensive = (FairQueue[Job]() for _ in range(3))
+        self._making: dict[bytes, ImageJob] = {}
+        self._unknown, self._known, self._expensive = (FairQueue[ImageJob]() for _ in range(3))
         self._idle: list[DecoderProcess] = []
         self._runs: dict[DecoderProcess, _Run] = {}
         self._closed = False
@@ -196,7 +196,9 @@ class PreprocessPool:
         job = self._making.get(key) if key is not None else None
         if job is None:
             result = asyncio.get_running_loop().create_future()
-            job = Job(payload, principal, key, result, namespace, background, selection, digest)
+            job = ImageJob(
+                payload, principal, key, result, namespace, background, selection, digest
+            )
             job.is_high = is_high
             if key is not None:
                 self._making[key] = job
@@ -223,13 +225,13 @@ class PreprocessPool:
             size = HeaderSize(payload.shape[1], payload.shape[0])
         else:
             result = asyncio.get_running_loop().create_future()
-            job = Job(payload, principal, None, result, "", is_high=is_high, header_only=True)
+            job = ImageJob(payload, principal, None, result, "", is_high=is_high, header_only=True)
             job.wait_in(self._unknown)
             self._dispatch()
             size = await self._result_of(job)
         return measured(size, selection, self._limits, self._vision)
 
-    async def _result_of(self, job: Job) -> Any:
+    async def _result_of(self, job: ImageJob) -> Any:
         job.waiters += 1
         try:
             return await asyncio.shield(job.result)
@@ -306,7 +308,7 @@ class PreprocessPool:
     def _num_cheap(self) -> int:
         return sum(not run.expensive for run in self._runs.values())
 
-    def _next(self, queue: FairQueue[Job]) -> Job | None:
+    def _next(self, queue: FairQueue[ImageJob]) -> ImageJob | None:
         """The first job of ``queue`` that still waits in it."""
         while (job := queue.peek()) is not None and (job.result.done() or job.queue is not queue):
             queue.pop()
@@ -323,7 +325,7 @@ class PreprocessPool:
             and job.cost.num_bytes <= self._free_bytes
         )
 
-    def _start(self, job: Job, granted: Cost | None) -> None:
+    def _start(self, job: ImageJob, granted: Cost | None) -> None:
         """Gives ``job`` to an idle or a new decoder. ``granted``: the cost up to which the decoder prepares the image
         at once; None for an expensive image, which gets a separate decoder within the budget."""
         expensive = granted is None
@@ -416,7 +418,7 @@ class PreprocessPool:
             self._idle.append(decoder)
         self._dispatch()
 
-    def _learn_cost(self, job: Job, cost: Cost) -> None:
+    def _learn_cost(self, job: ImageJob, cost: Cost) -> None:
         """Queues ``job`` by the cost that its decoder found in the header, if the limits allow it."""
         job.cost = cost
         job.expensive = cost.num_bytes > self._cheap.num_bytes or cost.seconds > self._cheap.seconds
@@ -440,7 +442,7 @@ class PreprocessPool:
             self._waiting_pixels += cost.pixels
             job.wait_in(self._expensive if job.expensive else self._known)
 
-    def _begin_run(self, job: Job) -> None:
+    def _begin_run(self, job: ImageJob) -> None:
         """Notes that ``job`` has left its queue."""
         self._waiting_pixels -= job.cost.pixels if job.waits and job.cost else 0
         job.waits, job.queue = False, None
@@ -460,7 +462,7 @@ class PreprocessPool:
             run.failure = ImageTooSlowError(FIELD, text)
             decoder.kill()
 
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, job: ImageJob) -> None:
         """Drops ``job``, which has no more waiters, unless it is done."""
         if job.result.done():
             return
@@ -474,20 +476,20 @@ class PreprocessPool:
         job.result.cancel()
         self._forget(job)
 
-    def _finish(self, job: Job, done: Preprocessed | HeaderSize) -> None:
+    def _finish(self, job: ImageJob, done: Preprocessed | HeaderSize) -> None:
         if job.key is not None and isinstance(done, Preprocessed):
             self._cache.keep_looks(job.key, done.looks)
         self._forget(job)
         if not job.result.done():
             job.result.set_result(done)
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: ImageJob, error: Exception) -> None:
         self._forget(job)
         if not job.result.done():
             job.result.set_exception(error)
             job.result.exception()  # Avoids asyncio's warning if all callers are gone.
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: ImageJob) -> None:
         """Removes the job's data. A later caller of the same image starts a new job."""
         job.payload = None
         if job.key is not None and self._making.get(job.key) is job:

@@ -57,7 +57,7 @@ class _Seen(NamedTuple):
 
 
 class RawImages:
-    """Belongs to one event loop. ``device_pixels``: as in ``crops.prepare``. ``threads``: to hash large images."""
+    """Belongs to one event loop. ``device_pixels``: as in ``crops.cut_crops``. ``threads``: to hash large images."""
 
     def __init__(
         self,

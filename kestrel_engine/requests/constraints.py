@@ -15,7 +15,7 @@ from ..fair_queue import FairQueue
 from ..skills.constraints.grammars import Grammar, Grammars
 from ..types.constraint import Constraint
 from ..types.info import MaskCounts
-from .queue_places import Place
+from .queue_places import QueuePlace
 from .unsubmitted import Unsubmitted
 
 MAX_CACHED = 32
@@ -52,7 +52,7 @@ class ConstraintCompiler:
         return self.grammars.counts
 
     async def compiled(
-        self, constraint: Constraint, deadline_at: float | None, place: Place
+        self, constraint: Constraint, deadline_at: float | None, place: QueuePlace
     ) -> Grammar:
         """The compiled constraint of a request.
 

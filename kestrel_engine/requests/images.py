@@ -23,7 +23,7 @@ from ..types.model_config import VisionConfig
 from ..types.observer import ImageEvent, Observer
 from ..types.requests import PreparedImage, PreparedTiles
 from ..types.timings import FrontTimings
-from .queue_places import Place
+from .queue_places import QueuePlace
 from .request import Request
 from .unsubmitted import Unsubmitted
 
@@ -46,7 +46,7 @@ class ImagePreparation:
         self._observer = observer
 
     async def prepare(
-        self, request: Request, accepted_at: float, place: Place
+        self, request: Request, accepted_at: float, place: QueuePlace
     ) -> tuple[tuple[PreparedImage | PreparedTiles, ...], FrontTimings]:
         """Raises RequestError, EngineOverloaded, DeadlineExceeded, and Displaced if the request loses its place
         meanwhile."""
@@ -75,7 +75,9 @@ class ImagePreparation:
         ]
         return tuple(found), timings
 
-    async def prepare_ahead(self, request: Request, place: Place) -> PreparedImage | PreparedTiles:
+    async def prepare_ahead(
+        self, request: Request, place: QueuePlace
+    ) -> PreparedImage | PreparedTiles:
         """The only image of ``request``, which is no more than an image ahead of the requests that will be about it.
         Tells the observer. Raises as ``prepare``."""
         now = clock.now()
@@ -92,7 +94,7 @@ class ImagePreparation:
         finally:
             self._observe(request.request_id, timings, looks, error)
 
-    async def measure(self, request: Request, place: Place) -> MeasuredImage:
+    async def measure(self, request: Request, place: QueuePlace) -> MeasuredImage:
         """Size and crops of the only image of ``request``. Raises as ``prepare``."""
         (image,) = request.images
         if (features := features_of(image)) is not None:
@@ -115,7 +117,7 @@ class ImagePreparation:
         self.pool.close()
 
     async def _prepare_each(
-        self, images: Sequence[Any], cache_salt: str, place: Place
+        self, images: Sequence[Any], cache_salt: str, place: QueuePlace
     ) -> list[Preprocessed]:
         """Prepares the images at the same time. The error of an image names its place, if there are several."""
         if len(images) == 1:
@@ -142,7 +144,7 @@ class ImagePreparation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _prepare_one(self, image: Any, cache_salt: str, place: Place) -> Preprocessed:
+    async def _prepare_one(self, image: Any, cache_salt: str, place: QueuePlace) -> Preprocessed:
         if (features := features_of(image)) is not None:
             began = clock.now()
             checked = await asyncio.to_thread(self._features, features, cache_salt)

@@ -32,7 +32,7 @@ SAME_DISTANCE = 0.02
 CUT_MARGIN = 0.015
 """A box that ends so close to an inner edge of its tile is cut there: a part of the tile's width or height."""
 
-Found: TypeAlias = dict[str, float]
+FoundObject: TypeAlias = dict[str, float]
 """A point or a box of an output, with its score if the runtime gives probabilities."""
 
 
@@ -59,7 +59,7 @@ def merged(looks: Sequence[tuple[Finished, Edges]], merging: Merging) -> Finishe
     )
 
 
-def merge(looks: Sequence[tuple[Sequence[Found], Edges]]) -> list[Found]:
+def merge(looks: Sequence[tuple[Sequence[FoundObject], Edges]]) -> list[FoundObject]:
     """Returns the objects of all looks, each once, in the order of their scores. ``looks``: the objects that each look
     found, and its place in the image.
 
@@ -120,7 +120,7 @@ def best_boxes(edges: Sequence[Edges], scores: Sequence[float], max_overlap: flo
     return stays.tolist()  # type: ignore[no-any-return]
 
 
-def suppressed(found: Sequence[Found], max_overlap: float | None) -> list[Found]:
+def suppressed(found: Sequence[FoundObject], max_overlap: float | None) -> list[FoundObject]:
     """Returns the boxes that ``best_boxes`` keeps; all of them for None."""
     if max_overlap is None:
         return list(found)
@@ -180,7 +180,7 @@ class _Columns:
 class _SameBoxes:
     """Which boxes of different looks are one object."""
 
-    def __init__(self, places: np.ndarray, every: Sequence[tuple[Found, int]]) -> None:
+    def __init__(self, places: np.ndarray, every: Sequence[tuple[FoundObject, int]]) -> None:
         boxes = np.array([edges_of(found) for found, _ in every])
         own = places[[index for _, index in every]]
         # A look's edge is an inner one if another look lies beyond it.
@@ -209,7 +209,7 @@ class _SameBoxes:
 class _SamePoints:
     """Which points of different looks are one object."""
 
-    def __init__(self, places: np.ndarray, every: Sequence[tuple[Found, int]]) -> None:
+    def __init__(self, places: np.ndarray, every: Sequence[tuple[FoundObject, int]]) -> None:
         self._sizes = (places[:, 2:] - places[:, :2])[[index for _, index in every]]
         self._points = np.array([(found["x"], found["y"]) for found, _ in every])
         half = SAME_DISTANCE / 2 * self._sizes.max(initial=0.0)

@@ -39,7 +39,7 @@ class Occupant(Protocol):
         ...
 
 
-class Place:
+class QueuePlace:
     """One request's place, from its acceptance to its end."""
 
     __slots__ = ("holder", "more", "occupant", "principal", "priority", "weight")
@@ -49,7 +49,7 @@ class Place:
         """None once the place was given back."""
         self.principal, self.weight, self.priority = holder.name, weight, priority
         self.occupant: Occupant | None = None
-        self.more: list[Place] = []
+        self.more: list[QueuePlace] = []
         """The further places of a request with several images."""
 
     def pass_to(self, occupant: Occupant) -> None:
@@ -74,10 +74,10 @@ class _Holder(Member):
 
     def __init__(self, principal: str, weight: float) -> None:
         super().__init__(principal, weight)
-        self.waiting = [OrderedDict[Place, None]() for _ in range(NUM_PRIORITIES)]
+        self.waiting = [OrderedDict[QueuePlace, None]() for _ in range(NUM_PRIORITIES)]
         """By priority, oldest first; requests that were admitted in the meantime are among them."""
 
-    def newest_waiting(self, best: int = 0) -> Place | None:
+    def newest_waiting(self, best: int = 0) -> QueuePlace | None:
         """The newest waiting place of the least priority, not better than ``best``. Places of admitted requests are
         removed on the way, so that each is checked once."""
         for level in reversed(self.waiting[best:]):
@@ -120,13 +120,13 @@ class QueuePlaces:
         """Raises EngineOverloaded if ``take`` would."""
         self._room(self._holder(principal, weight), priority)
 
-    def take(self, principal: str, weight: float, priority: int) -> Place:
+    def take(self, principal: str, weight: float, priority: int) -> QueuePlace:
         """A place; another request may lose its own. Raises EngineOverloaded."""
         holder = self._holder(principal, weight)
         victim = self._room(holder, priority)
         self.shares.enter(holder)
         error = None if victim is None else self._displaced(victim)
-        place = Place(holder, weight, priority)
+        place = QueuePlace(holder, weight, priority)
         self.shares.hold(holder, 1)
         holder.waiting[priority][place] = None
         if victim is not None and error is not None:
@@ -135,7 +135,7 @@ class QueuePlaces:
             victim.displace(error)
         return place
 
-    def take_more(self, place: Place, count: int) -> None:
+    def take_more(self, place: QueuePlace, count: int) -> None:
         """Adds ``count`` places to ``place``, or as many as there are: a request holds the memory of its images. Raises
         EngineOverloaded."""
         for _ in range(min(count, self.bound - 1)):
@@ -143,7 +143,7 @@ class QueuePlaces:
             more.pass_to(place)
             place.more.append(more)
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: QueuePlace) -> None:
         """Gives back the place and those that were added to it. Idempotent."""
         for more in place.more:
             self.give_back(more)
@@ -157,7 +157,7 @@ class QueuePlaces:
         """The principal's, or a new one that holds nothing yet."""
         return self.shares.members.get(principal) or _Holder(principal, weight)
 
-    def _room(self, holder: _Holder, priority: int) -> Place | None:
+    def _room(self, holder: _Holder, priority: int) -> QueuePlace | None:
         """The place that another request must give up; None if a place is free. Raises EngineOverloaded."""
         if self.held < self.bound + (self.reserved if priority == 0 else 0):
             return None
@@ -178,7 +178,7 @@ class QueuePlaces:
             )
         return victim
 
-    def _displaced(self, victim: Place) -> Displaced:
+    def _displaced(self, victim: QueuePlace) -> Displaced:
         """The error of the request that had the place ``victim``."""
         assert victim.holder is not None
         quota = self._quota(victim.holder)
@@ -195,7 +195,7 @@ def _format(quota: Quota) -> str:
     return f"{quota.holder} {holds} {quota.held}, the share is {quota.share}"
 
 
-def _first(holders: list[_Holder], *, best: int) -> Place | None:
+def _first(holders: list[_Holder], *, best: int) -> QueuePlace | None:
     for holder in holders:
         place = holder.newest_waiting(best)
         if place is not None:
@@ -219,7 +219,7 @@ class _Prepared:
             self._task.cancel()
 
 
-async def until_displaced(place: Place, awaited: Awaitable[_Result]) -> _Result:
+async def until_displaced(place: QueuePlace, awaited: Awaitable[_Result]) -> _Result:
     """The result of ``awaited``. If the request loses its place before, cancels ``awaited`` and raises Displaced."""
     task = asyncio.current_task()
     assert task is not None, "requests are submitted from tasks"

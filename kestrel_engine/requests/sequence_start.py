@@ -28,7 +28,7 @@ from ..types.stream import EngineStream
 from ..types.submission import Submission
 from .checked import RequestCheck
 from .open_requests import OpenRequest, OpenRequests
-from .queue_places import Place
+from .queue_places import QueuePlace
 from .request import Request
 from .whole_image import prompt_in_region
 
@@ -51,7 +51,9 @@ class SequenceStart:
         self._check = check
         self._ids = itertools.count(1)
 
-    def start(self, request: Request, place: Place, on_end: Callable[[], None]) -> EngineStream:
+    def start(
+        self, request: Request, place: QueuePlace, on_end: Callable[[], None]
+    ) -> EngineStream:
         """``on_end``: is called when the request has ended. Raises RequestError, SkillFault."""
         checked, timings = request.checked, request.timings
         assert checked is not None and timings is not None, "the request has all that it needs"
@@ -99,7 +101,7 @@ class SequenceStart:
         sequence_id: int,
         images: tuple[PreparedImage, ...],
         request: Request,
-        place: Place,
+        place: QueuePlace,
     ) -> SkillSubmission:
         """One sequence of a request. ``images``: those of its prompt."""
         assert request.checked is not None and request.timings is not None

@@ -32,7 +32,7 @@ from .checked import RequestCheck, has_long_text, num_looks
 from .constraints import ConstraintCompiler
 from .images import ImagePreparation, new_pool
 from .open_requests import OpenRequests
-from .queue_places import Place, QueuePlaces
+from .queue_places import QueuePlace, QueuePlaces
 from .request import Request, check_request_id, check_weight, checked_priority
 from .seeds import Seeds
 from .sequence_start import SequenceStart
@@ -121,13 +121,13 @@ class Submitter:
         lease.give_back()
         return lease.adapter.num_bytes
 
-    def _take_place(self, request: Request) -> Place:
+    def _take_place(self, request: Request) -> QueuePlace:
         self._lifetime.check_open()
         check_weight(request.weight)
         priority = checked_priority(request.priority)
         return self.places.take(request.principal, request.weight, priority)
 
-    async def _submit(self, request: Request, place: Place) -> EngineStream:
+    async def _submit(self, request: Request, place: QueuePlace) -> EngineStream:
         """Starts a request. ``place``: its place in the queue, which it gives back at its end, or if this raises."""
         held = ExitStack()
         held.callback(self.places.give_back, place)
@@ -139,7 +139,7 @@ class Submitter:
             held.close()
             raise
 
-    async def _completed(self, request: Request, place: Place, held: ExitStack) -> Request:
+    async def _completed(self, request: Request, place: QueuePlace, held: ExitStack) -> Request:
         """The request with all that it needs. ``held``: what the request gives back at its end."""
         accepted_at = clock.now()
         checked = await self._checked(request, place, self._check.check)
@@ -158,7 +158,7 @@ class Submitter:
         )
 
     async def _checked(
-        self, request: Request, place: Place, check: Callable[[Request], SkillRequest]
+        self, request: Request, place: QueuePlace, check: Callable[[Request], SkillRequest]
     ) -> SkillRequest:
         if not has_long_text(request):
             return check(request)
@@ -191,7 +191,7 @@ class Submitter:
 class _Services:
     """What a kind of work may ask of the engine for one request (skills.base.EngineServices)."""
 
-    def __init__(self, submitter: Submitter, request: Request, place: Place) -> None:
+    def __init__(self, submitter: Submitter, request: Request, place: QueuePlace) -> None:
         self._submitter, self._request, self._place = submitter, request, place
 
     async def compiled(self, constraint: Constraint) -> Grammar:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from .. import clock
 from ..errors import DeadlineExceeded
-from .queue_places import Place, until_displaced
+from .queue_places import QueuePlace, until_displaced
 
 _Result = TypeVar("_Result")
 
@@ -25,7 +25,7 @@ class Unsubmitted:
         return self._count
 
     async def run(
-        self, awaited: Awaitable[_Result], place: Place, deadline_at: float | None, what: str
+        self, awaited: Awaitable[_Result], place: QueuePlace, deadline_at: float | None, what: str
     ) -> _Result:
         """The result of ``awaited`` for a request. Raises Displaced if the request loses its place meanwhile, and
         DeadlineExceeded: the deadline passed ``what``."""

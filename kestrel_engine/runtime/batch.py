@@ -21,7 +21,7 @@ from .shared_beginning import SharedBeginning, find_groups
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RowBatch:
     """The tokens of all rows, end to end. ``embeddings``: [num_tokens, dim]. ``positions``: [num_tokens] int64.
     ``last``: [num_rows] int64, the index of each row's last token. ``attention``: valid for one forward pass.
     ``shared_groups``: as in StepResult. ``adapters``: None if no row has an adapter."""
@@ -36,7 +36,7 @@ class Batch:
 
 def build_batch(
     rows: Sequence[Row], model: Moondream, cache: KvCache, images: Mapping[str, Tensor]
-) -> Batch:
+) -> RowBatch:
     """Builds the input of one forward pass over ``rows``, which are not empty.
 
     ``images``: the embedding [n, dim] of each image by key.
@@ -63,7 +63,7 @@ def build_batch(
         begin += count
         last.append(begin - 1)
     device = model.device
-    return Batch(
+    return RowBatch(
         embeddings=inputs.embed(begin, model, images),
         positions=torch.cat(positions).to(device),
         last=torch.tensor(last, device=device),

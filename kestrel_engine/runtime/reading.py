@@ -12,7 +12,7 @@ from ..types.reading import ReadSpec
 from . import embedding
 
 
-class Fetched(Protocol):
+class PendingReading(Protocol):
     """Copies that are valid once the device has executed them."""
 
     @property
@@ -23,12 +23,12 @@ class Fetched(Protocol):
         ...
 
 
-_KINDS: dict[type[ReadSpec], Callable[[Any, Tensor | None, Tensor | None], Fetched]] = {
+_KINDS: dict[type[ReadSpec], Callable[[Any, Tensor | None, Tensor | None], PendingReading]] = {
     EmbeddingSpec: embedding.fetch
 }
 
 
-def fetch(spec: ReadSpec, image: Tensor | None, crops: Tensor | None) -> Fetched:
+def fetch(spec: ReadSpec, image: Tensor | None, crops: Tensor | None) -> PendingReading:
     """Enqueues the copies. ``image`` [patches, dim] and ``crops`` [num_crops, patches, dim]: projected features, each
     None if ``spec`` does not read it."""
     return _KINDS[type(spec)](spec, image, crops)

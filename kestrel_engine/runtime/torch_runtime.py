@@ -38,13 +38,13 @@ from ..types.step import (
     StepResult,
     StepToken,
 )
-from .batch import Batch, build_batch, known
+from .batch import RowBatch, build_batch, known
 from .kept_crops import KeptCrops
 from .kv_cache import KvCache
 from .lost_work import LostWork
 from .out_of_memory import raise_as_memory_error
 from .protocol import StepHandle
-from .reading import Fetched, fetch
+from .reading import PendingReading, fetch
 from .refinement import Refinement, arrays_of, results_of
 from .sampler import Drawn, sample
 
@@ -249,7 +249,7 @@ class TorchRuntime:
                 if piece.image.keeps_features:
                     self._features[key] = [all_features]
 
-    def _reading(self, read: ImageRead) -> Fetched:
+    def _reading(self, read: ImageRead) -> PendingReading:
         """Raises AssertionError if the image was not encoded."""
         key, spec, crops = read.image.key, read.spec, None
         assert key in self.images, f"image {key} was not encoded"
@@ -325,12 +325,12 @@ class TorchRuntime:
         """
         return self._hidden(self.batch(rows))
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _hidden(self, batch: RowBatch) -> Tensor:
         text = self.model.text
         stream = text(batch.embeddings, batch.positions, batch.attention, batch.adapters)
         return stream[batch.last]
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: Sequence[Row]) -> RowBatch:
         """Returns the rows as the input of one pass with this runtime's KV cache and images."""
         assert self.cache is not None, "the runtime is closed"
         for row in rows:

@@ -18,7 +18,7 @@ from ..errors import ConfigError, RequestError
 from ..requests.merging import edges_of, overlap
 from ..types.events import EngineResult
 from ..types.requests import Edges
-from .data.examples import Answered, Boxed, Captioned, Example, Point, Pointed, TaughtImage
+from .data.examples import AnsweredQuestion, Boxed, Captioned, Example, Point, Pointed, TaughtImage
 
 AT_ONCE = 4
 """Images whose questions run at the same time."""
@@ -50,7 +50,7 @@ class Score:
 
 
 KINDS: Mapping[type[Example], str] = {
-    Answered: "answers",
+    AnsweredQuestion: "answers",
     Captioned: "captions",
     Pointed: "points",
     Boxed: "boxes",
@@ -106,7 +106,7 @@ async def _call(
     engine: InferenceEngine, path: Path, example: Example, settings: Mapping[str, Any]
 ) -> EngineResult:
     match example:
-        case Answered(question=question):
+        case AnsweredQuestion(question=question):
             return await engine.query(path, question, settings=settings)
         case Captioned(length=length):
             return await engine.caption(path, length, settings=settings)
@@ -119,7 +119,7 @@ async def _call(
 def score(example: Example, output: Mapping[str, Any]) -> Score:
     """Judges the output of the example's skill."""
     match example:
-        case Answered(answer=answer):
+        case AnsweredQuestion(answer=answer):
             return Score(1, int(output["answer"].strip() == answer.strip()))
         case Captioned():
             return Score(1)

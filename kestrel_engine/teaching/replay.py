@@ -20,7 +20,7 @@ from pathlib import Path
 from ..engine import InferenceEngine
 from ..types.events import EngineResult
 from ..types.requests import Edges
-from .data.examples import Answered, Boxed, Captioned, Example, Pointed, TaughtImage
+from .data.examples import AnsweredQuestion, Boxed, Captioned, Example, Pointed, TaughtImage
 from .judging import NEAR, ask, boxes_of, points_of
 
 LONGER_EVERY = 4
@@ -63,7 +63,7 @@ _WORD = re.compile(r"[^\W\d_][\w'-]*|[^\w\s]|\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ReplayPrompt:
     """``phrases``: what a question is about."""
 
     example: Example
@@ -94,10 +94,12 @@ async def replay(
             )
         ]
         results = await ask(engine, [(image.path, prompt.example) for image, prompt in asked])
-        answers: dict[Path, list[tuple[Prompt, EngineResult]]] = {image.path: [] for image in some}
+        answers: dict[Path, list[tuple[ReplayPrompt, EngineResult]]] = {
+            image.path: [] for image in some
+        }
         for image, result in zip(some, short, strict=True):
             if image.path in described:
-                answers[image.path].append((Prompt(Captioned("short", ())), result))
+                answers[image.path].append((ReplayPrompt(Captioned("short", ())), result))
         for (image, prompt), result in zip(asked, results, strict=True):
             answers[image.path].append((prompt, result))
         found += [TaughtImage(image.path, _kept(answers[image.path], image)) for image in some]
@@ -123,16 +125,16 @@ def _prompts(
     every: Sequence[str],
     index: int,
     lengths: Sequence[str] | None,
-) -> list[Prompt]:
+) -> list[ReplayPrompt]:
     """The prompts about one image, besides its short description. The base model gives the objects and answers.
     ``lengths``: of its longer descriptions; None if it is not to be described."""
     prompts = []
     if lengths is not None:
-        prompts.append(Prompt(Answered(rng.choice(GENERAL_QUESTIONS), "")))
-        prompts += [Prompt(Captioned(length, ())) for length in lengths]
+        prompts.append(ReplayPrompt(AnsweredQuestion(rng.choice(GENERAL_QUESTIONS), "")))
+        prompts += [ReplayPrompt(Captioned(length, ())) for length in lengths]
     nouns = list(dict.fromkeys(phrase.split()[-1] for phrase in own))
     name = rng.choice((*GENERAL_OBJECTS, *nouns))
-    prompts.append(Prompt(Boxed(name, ()) if index % 3 == 0 else Pointed(name, ())))
+    prompts.append(ReplayPrompt(Boxed(name, ()) if index % 3 == 0 else Pointed(name, ())))
     others = [phrase for phrase in rng.sample(every, min(4, len(every))) if phrase not in own]
     phrases = (*rng.sample(own, min(2, len(own))), *others[:1])
     questions = QUESTIONS_OF_ONE + (QUESTIONS_OF_TWO if len(phrases) > 1 else ())
@@ -146,14 +148,14 @@ def _prompts(
             other=other,
         )
         prompts += [
-            Prompt(located),
-            Prompt(Answered(question, ""), (phrase, other)),
+            ReplayPrompt(located),
+            ReplayPrompt(AnsweredQuestion(question, ""), (phrase, other)),
         ]
     return prompts
 
 
 def _kept(
-    answers: Sequence[tuple[Prompt, EngineResult]], image: TaughtImage
+    answers: Sequence[tuple[ReplayPrompt, EngineResult]], image: TaughtImage
 ) -> tuple[Example, ...]:
     """The examples to replay about an image: none about a phrase that finds a labelled object."""
     answered = [(prompt, _answered(prompt.example, result, image)) for prompt, result in answers]
@@ -174,8 +176,8 @@ def _answered(example: Example, result: EngineResult, image: TaughtImage) -> Exa
     if result.finish_reason != "stop" or len(result.token_ids) > MOST_ANSWER_IDS:
         return None
     match example:
-        case Answered(question=question):
-            return Answered(question, str(result.output["answer"]), result.token_ids)
+        case AnsweredQuestion(question=question):
+            return AnsweredQuestion(question, str(result.output["answer"]), result.token_ids)
         case Captioned(length=length):
             return Captioned(length, result.token_ids)
         case Pointed(object=name):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.preprocess.tokenizer import Tokenizer
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
@@ -108,7 +108,7 @@ def load_pictures() -> dict[str, PreparedImage]:
     """Every golden image, prepared from its encoded file. All golden models share one vision shape."""
     config = load_config_only("md2")
     return {
-        path.stem: prepare(open_image(path, ImageLimits()), config.vision)
+        path.stem: cut_crops(open_image(path, ImageLimits()), config.vision)
         for path in sorted((DATA / "images").iterdir())
     }
 

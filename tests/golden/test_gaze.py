@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from kestrel_client import AsyncKestrelClient
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.types.requests import Coord, Token
 from kestrel_grpc.process.server import KestrelServer
@@ -84,7 +84,7 @@ def accurate_gaze(golden: Golden, picture: Image.Image, face: dict[str, float], 
     plain, points = PlainModel(golden.config, golden.weights), []
     mirrored = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     pictures = {
-        f"{IMAGE} {index}": prepare(DecodedImage(np.asarray(each)), golden.config.vision)
+        f"{IMAGE} {index}": cut_crops(DecodedImage(np.asarray(each)), golden.config.vision)
         for index, each in enumerate((picture, mirrored))
     }
     golden.encode(golden.runtime, pictures)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kestrel_engine.models.low_rank import LowRank
-from kestrel_engine.runtime.gpu.adapters.upload import PIECE_BYTES, Upload
+from kestrel_engine.runtime.gpu.adapters.upload import PIECE_BYTES, SlabUpload
 from kestrel_engine.types.adapter import Adapter
 
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
 @pytest.mark.parametrize("num_bytes", [2, PIECE_BYTES - 2, PIECE_BYTES, 5 * PIECE_BYTES // 2])
 def test_all_bits_arrive(num_bytes: int) -> None:
     device = torch.device("cuda")
-    upload = Upload(device, reserved_bytes=4 * PIECE_BYTES)
+    upload = SlabUpload(device, reserved_bytes=4 * PIECE_BYTES)
     reserved = torch.cuda.memory_reserved(device)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)

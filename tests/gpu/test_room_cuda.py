@@ -19,7 +19,7 @@ from kestrel_engine.building.factory import build
 from kestrel_engine.kernels.spacing import spaced
 from kestrel_engine.runtime.gpu.room import ROOM, can_leave_room
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.runtime.gpu.vision.graphs import WITH_ROOM, PassShape
+from kestrel_engine.runtime.gpu.vision.graphs import WITH_ROOM, CropPassShape
 from tests.kernels.attention.attention_cases import relative_error
 
 pytestmark = [
@@ -69,7 +69,7 @@ def test_passes_that_leave_room_compute_the_same(precision: str):
         graphs = runtime.parts.vision_graphs
         assert graphs is not None
         for count in (1, WITH_ROOM.start - 1, WITH_ROOM.start, 48):
-            shape = PassShape(count, with_room=True)
+            shape = CropPassShape(count, with_room=True)
             assert (shape in graphs.graphs) == (count in WITH_ROOM)
         side = runtime._config.vision.crop_size
         crops = torch.randint(0, 255, (48, side, side, 3), dtype=torch.uint8, device="cuda")

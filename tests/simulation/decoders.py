@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kestrel_engine.config.images import ImageLimits
-from kestrel_engine.preprocess.processes.decoder import Work
+from kestrel_engine.preprocess.processes.decoder import ImageDecoder
 from kestrel_engine.preprocess.processes.segments import new_segment
 from kestrel_engine.types.model_config import VisionConfig
 
@@ -33,14 +33,14 @@ class Decoders:
         on_message: Callable[[Decoder, dict[str, Any]], None],
         **options: Any,
     ) -> Decoder:
-        return Decoder(self, Work(limits, vision), on_message)
+        return Decoder(self, ImageDecoder(limits, vision), on_message)
 
 
 class Decoder:
     def __init__(
         self,
         made_by: Decoders,
-        work: Work,
+        work: ImageDecoder,
         on_message: Callable[[Decoder, dict[str, Any]], None],
     ) -> None:
         self._made_by, self._work, self._on_message = made_by, work, on_message

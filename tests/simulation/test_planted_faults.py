@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kestrel_engine.requests import unsubmitted
-from kestrel_engine.requests.queue_places import Place, QueuePlaces
+from kestrel_engine.requests.queue_places import QueuePlace, QueuePlaces
 from kestrel_engine.scheduler.batch import Batch
 from kestrel_engine.scheduler.sequence import Phase
 from kestrel_engine.skills.constraints import grammars
@@ -62,7 +62,7 @@ def the_places_of_several_looks_are_kept(monkeypatch):
 
     def only_the_first(self, place):
         # A further place has the first one as its occupant.
-        if not isinstance(place.occupant, Place):
+        if not isinstance(place.occupant, QueuePlace):
             place.more.clear()
         give_back(self, place)
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.config.images import ImageLimits
-from kestrel_engine.preprocess.crops import prepare, select_tiling
+from kestrel_engine.preprocess.crops import cut_crops, select_tiling
 from kestrel_engine.preprocess.decoding.images import open_image
 from training.camera import spoil
 from training.crops import crops
@@ -50,7 +50,7 @@ def test_sizes_fit_the_wheel_and_the_cache() -> None:
 @pytest.mark.parametrize("size", [(640, 480), (1500, 700), (500, 300), (150, 120), (300, 900)])
 def test_training_sees_the_crops_of_the_engine(size: tuple[int, int]) -> None:
     pixels = draw_picture(random.Random(3), "shapes", size).pixels
-    wanted = prepare(open_image(pixels, ImageLimits()), CONFIG.vision)
+    wanted = cut_crops(open_image(pixels, ImageLimits()), CONFIG.vision)
     found = crops(torch.tensor(np.array(pixels))[None], wanted.tiling, CONFIG.vision)[0].int()
     assert wanted.crops is not None
     off = (found - torch.from_numpy(wanted.crops[: len(found)]).int()).abs()

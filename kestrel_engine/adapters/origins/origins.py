@@ -25,7 +25,7 @@ from ...errors import (
     AdapterUnfit,
     EngineClosed,
 )
-from ..files import Found, find, found_in, names_in
+from ..files import AdapterFiles, find, found_in, names_in
 from ..references import Repository, fine_tune_of, repository_of
 from .disk import AdapterDisk, Fetch
 from .repository import HubRepositories
@@ -49,7 +49,7 @@ class Version:
 
     name: str
     token: Hashable
-    open: Callable[[], AbstractContextManager[Found]]
+    open: Callable[[], AbstractContextManager[AdapterFiles]]
     is_remote: bool
 
 
@@ -120,7 +120,7 @@ class Origins:
         """The names of the adapters in the operator's folder, in no order."""
         return [] if self._folder is None else await asyncio.to_thread(names_in, self._folder)
 
-    async def opened(self, version: Version) -> tuple[Found, Callable[[], None]]:
+    async def opened(self, version: Version) -> tuple[AdapterFiles, Callable[[], None]]:
         """The files, downloaded, and what gives them back. Raises what ``Version.open`` does."""
         if not version.is_remote:
             with version.open() as found:
@@ -224,7 +224,9 @@ class Origins:
 
 
 @contextmanager
-def _downloaded(disk: AdapterDisk, key: str, name: str, fetch: Fetch | None) -> Iterator[Found]:
+def _downloaded(
+    disk: AdapterDisk, key: str, name: str, fetch: Fetch | None
+) -> Iterator[AdapterFiles]:
     with disk.open(key, name, fetch) as folder:
         yield found_in(folder, name)
 

@@ -29,7 +29,7 @@ from .device_reader import DeviceReader
 from .finite import FiniteCheck, is_constant, is_finite
 from .fp8 import dequantise
 from .memory import require_memory
-from .names import Part
+from .names import TensorPart
 from .plan import CheckpointPlan, Faults, TensorPlan, checkpoint_error
 from .rounding import form_of, may_stay, rounded, rounded_bytes
 
@@ -224,10 +224,10 @@ def _parts(item: TensorPlan, read: Read, fingerprint: Fingerprint) -> list[torch
 
 
 def _part(tensor: torch.Tensor, item: TensorPlan) -> torch.Tensor:
-    if item.part is Part.TRANSPOSED:
+    if item.part is TensorPart.TRANSPOSED:
         return tensor.t().contiguous()
-    if item.part in (Part.FIRST_ROWS, Part.LAST_ROWS):
-        first = item.part is Part.FIRST_ROWS
+    if item.part in (TensorPart.FIRST_ROWS, TensorPart.LAST_ROWS):
+        first = item.part is TensorPart.FIRST_ROWS
         rows = tensor[: item.shape[0]] if first else tensor[item.shape[0] :]
         # On a device, a view would keep the other half allocated. On the CPU, the file is mapped.
         return rows.contiguous() if rows.device.type == "cpu" else rows.clone()

@@ -17,7 +17,7 @@ from ...errors import CheckpointError
 from ...types.model_config import Family
 
 
-class Part(Enum):
+class TensorPart(Enum):
     """The part of a stored tensor that is the canonical tensor."""
 
     WHOLE = "whole"
@@ -28,11 +28,11 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """The source of a canonical tensor: a stored name, and the part of that tensor."""
 
     stored: str
-    part: Part = Part.WHOLE
+    part: TensorPart = TensorPart.WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class NameMap:
     ``prefix``: the prefix of scheme A names in this checkpoint, for messages.
     """
 
-    tensors: dict[str, Source] = field(default_factory=dict)
+    tensors: dict[str, TensorSource] = field(default_factory=dict)
     scales: dict[str, str] = field(default_factory=dict)
     kv_scales: dict[str, str] = field(default_factory=dict)
     groups: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -110,16 +110,16 @@ _MODULES_B = {
     "region_model.ln": "region.ln",
 }
 _PLAIN_B = {
-    "text_model.transformer.embd.wte.weight": ("text.wte", Part.WHOLE),
-    f"{_VISUAL}pos_embed": ("vision.pos_emb", Part.WHOLE),
-    "region_model.coordinate_features.weight": ("region.coord_features", Part.TRANSPOSED),
-    "region_model.size_features.weight": ("region.size_features", Part.TRANSPOSED),
+    "text_model.transformer.embd.wte.weight": ("text.wte", TensorPart.WHOLE),
+    f"{_VISUAL}pos_embed": ("vision.pos_emb", TensorPart.WHOLE),
+    "region_model.coordinate_features.weight": ("region.coord_features", TensorPart.TRANSPOSED),
+    "region_model.size_features.weight": ("region.size_features", TensorPart.TRANSPOSED),
 }
 
 
 def map_names(stored_names: Iterable[str]) -> NameMap:
     """Maps the names of a checkpoint. Raises CheckpointError if two stored names mean the same tensor."""
-    tensors: dict[str, Source] = {}
+    tensors: dict[str, TensorSource] = {}
     scales: dict[str, str] = {}
     kv_scales: dict[str, str] = {}
     groups: dict[str, dict[str, str]] = {}
@@ -153,13 +153,13 @@ def map_names(stored_names: Iterable[str]) -> NameMap:
         if int4 and int4[2] != "packed":
             groups.setdefault(int4[1], {})[int4[2]] = stored
             continue
-        found = [(int4[1], Part.INT4)] if int4 else _canonical(name)
+        found = [(int4[1], TensorPart.INT4)] if int4 else _canonical(name)
         if not found:
             unknown.append(stored)
         for canonical, part in found:
             if canonical in tensors:
                 clashes.append(f"{stored} and {tensors[canonical].stored}")
-            tensors[canonical] = Source(stored, part)
+            tensors[canonical] = TensorSource(stored, part)
     if clashes:
         raise CheckpointError(
             f"names that mean the same tensor: {'; '.join(clashes[:10])}"
@@ -195,19 +195,21 @@ def detect_family(canonical: Iterable[str]) -> Family | None:
     return None
 
 
-def _canonical(name: str) -> list[tuple[str, Part]]:
+def _canonical(name: str) -> list[tuple[str, TensorPart]]:
     if name.startswith(("text.", "vision.", "region.")):
-        return [(name, Part.WHOLE)]
+        return [(name, TensorPart.WHOLE)]
     if name in _PLAIN_B:
         return [_PLAIN_B[name]]
     if fused := _TAU_FUSED.match(name):
         tau = f"text.blocks.{fused[1]}.attn.tau"
-        return [(f"{tau}.wq", Part.FIRST_ROWS), (f"{tau}.wv", Part.LAST_ROWS)]
+        return [(f"{tau}.wq", TensorPart.FIRST_ROWS), (f"{tau}.wv", TensorPart.LAST_ROWS)]
     if (block := _BLOCK_B.match(name)) and block[2] in _TEXT_LEAVES:
-        return [(f"text.blocks.{block[1]}.{_TEXT_LEAVES[block[2]]}", Part.WHOLE)]
+        return [(f"text.blocks.{block[1]}.{_TEXT_LEAVES[block[2]]}", TensorPart.WHOLE)]
     if (block := _VISION_BLOCK_B.match(name)) and block[2] in _VISION_LEAVES:
-        return [(f"vision.blocks.{block[1]}.{_VISION_LEAVES[block[2]]}.{block[3]}", Part.WHOLE)]
+        return [
+            (f"vision.blocks.{block[1]}.{_VISION_LEAVES[block[2]]}.{block[3]}", TensorPart.WHOLE)
+        ]
     module, _, leaf = name.rpartition(".")
     if module in _MODULES_B and leaf in ("weight", "bias"):
-        return [(f"{_MODULES_B[module]}.{leaf}", Part.WHOLE)]
+        return [(f"{_MODULES_B[module]}.{leaf}", TensorPart.WHOLE)]
     return []

@@ -15,7 +15,7 @@ from ...types.model_config import Family, ModelConfig, parse_model_config
 from ...types.model_config import detect_family as family_of_config
 from ..files import StoredTensor
 from .expected import OPTIONAL, expected_tensors
-from .names import Part, detect_family, map_names, scale_name
+from .names import TensorPart, detect_family, map_names, scale_name
 
 SHOWN = 10
 """Number of names of one kind that an error message lists. The error's attributes hold all names."""
@@ -29,7 +29,7 @@ class TensorPlan:
     name: str
     shape: tuple[int, ...]
     stored: StoredTensor
-    part: Part
+    part: TensorPart
     scale: StoredTensor | None = None
     zero_point: StoredTensor | None = None
 
@@ -123,7 +123,7 @@ def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> 
                 missing.append(name)
             continue
         tensor = stored[source.stored]
-        if source.part is Part.INT4:
+        if source.part is TensorPart.INT4:
             found = names.groups.get(name, {})
             lacking = [f"{name}.{leaf}" for leaf in ("scale", "zero_point") if leaf not in found]
             if lacking:
@@ -159,7 +159,7 @@ def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> 
             for name, found in names.groups.items()
             if name not in expected
             or name not in names.tensors
-            or names.tensors[name].part is not Part.INT4
+            or names.tensors[name].part is not TensorPart.INT4
             for s in found.values()
         ),
     ]
@@ -211,12 +211,12 @@ def no_config_hint(raw: Mapping[str, Any] | None, config: ModelConfig) -> str:
 
 
 def _problem(
-    tensor: StoredTensor, part: Part, shape: tuple[int, ...], scale: StoredTensor | None
+    tensor: StoredTensor, part: TensorPart, shape: tuple[int, ...], scale: StoredTensor | None
 ) -> str:
     wanted = shape
-    if part is Part.TRANSPOSED:
+    if part is TensorPart.TRANSPOSED:
         wanted = shape[::-1]
-    elif part in (Part.FIRST_ROWS, Part.LAST_ROWS):
+    elif part in (TensorPart.FIRST_ROWS, TensorPart.LAST_ROWS):
         wanted = (2 * shape[0], *shape[1:])
     if tensor.shape != wanted:
         return f"{tensor.name} {list(tensor.shape)} instead of {list(wanted)}"

@@ -28,7 +28,7 @@ before that ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Summed:
+class SummedChange:
     """A change of the stream whose products with A are computed. ``parts``: [P, M, ranks] float32, their partial sums.
     ``b_at``: the offset of B [dim, 16] in the slabs of ``rows``."""
 
@@ -38,7 +38,7 @@ class Summed:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeChange:
     """A change of the stream by a layer with the input ``x`` [M, dim], which may be the result of the LayerNorm before.
     ``a_at``, ``b_at``: the offsets of A [16, dim] and B [dim, 16] in the slabs of ``rows``."""
 
@@ -49,7 +49,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Shrunk:
+class NextProducts:
     """The products of the result with the A [16, dim] at ``a_at`` in the slabs of ``rows``. ``out``: [M, ranks]
     float32, to be written."""
 
@@ -70,13 +70,13 @@ class _Read(NamedTuple):
     b_at: int
 
     @classmethod
-    def of(cls, change: Summed | Whole | Shrunk, num_rows: int) -> _Read:
+    def of(cls, change: SummedChange | WholeChange | NextProducts, num_rows: int) -> _Read:
         rows = change.rows
         assert len(rows.first) == len(rows.count) == num_rows
-        if isinstance(change, Summed):
+        if isinstance(change, SummedChange):
             assert change.parts.shape[1] == num_rows and change.parts[0].is_contiguous()
             return cls(rows.first, rows.count, change.parts, change.parts.stride(0), 0, change.b_at)
-        if isinstance(change, Shrunk):
+        if isinstance(change, NextProducts):
             assert change.out.is_contiguous()
             return cls(rows.first, rows.count, change.out, 0, change.a_at, 0)
         places = change.x.stride(0), change.a_at, change.b_at
@@ -267,9 +267,9 @@ def adapted_layer_norm(
     weight: Tensor,
     ln_bias: Tensor,
     *,
-    summed: Summed | None = None,
-    whole: Sequence[Whole] = (),
-    shrunk: Sequence[Shrunk] = (),
+    summed: SummedChange | None = None,
+    whole: Sequence[WholeChange] = (),
+    shrunk: Sequence[NextProducts] = (),
     pdl: bool = False,
     out: Tensor,
 ) -> Tensor:
@@ -302,5 +302,7 @@ def adapted_layer_norm(
     return out
 
 
-def _two(changes: Sequence[Whole] | Sequence[Shrunk]) -> tuple[Whole | Shrunk | None, ...]:
+def _two(
+    changes: Sequence[WholeChange] | Sequence[NextProducts],
+) -> tuple[WholeChange | NextProducts | None, ...]:
     return (*changes, None, None)[:2]

@@ -21,7 +21,7 @@ _MAX_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class TauTiling:
     rows: int
     block_k: int
     warps: int
@@ -47,11 +47,11 @@ class TauWorkspace:
         )
 
 
-def _config(tokens: int, element_bytes: int) -> Tiling:
+def _config(tokens: int, element_bytes: int) -> TauTiling:
     """Returns the tiling. In bfloat16 on an H200, it takes 8 us for 1 token and 32 us for 2,250 tokens."""
     if element_bytes == 4:
-        return Tiling(16 if tokens <= 64 else 32, 32, 4, 2)
-    return Tiling(16, 64, 8, 4) if tokens <= 64 else Tiling(_MAX_ROWS, 128, 4, 3)
+        return TauTiling(16 if tokens <= 64 else 32, 32, 4, 2)
+    return TauTiling(16, 64, 8, 4) if tokens <= 64 else TauTiling(_MAX_ROWS, 128, 4, 3)
 
 
 def tau_content(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Job(NamedTuple):
+class ResampleJob(NamedTuple):
     """The input and output of a pass. Offsets count elements of the buffers' dtypes.
 
     A row of the source has ``pitch`` elements, three for each pixel. ``size``, ``whole``, ``groups``, ``taps``: as in
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     kept: int
 
 
-JOB_WIDTH = len(Job._fields)
+JOB_WIDTH = len(ResampleJob._fields)
 
 BLOCK = (8, 256)
 """The rows, and the elements of a row, that a program computes."""
@@ -121,7 +121,7 @@ def resample(
     crops: Tensor,
     tables: Tensor,
     device_jobs: Tensor,
-    jobs: Sequence[Job],
+    jobs: Sequence[ResampleJob],
     *,
     vertical: bool,
     wide_in: bool = False,

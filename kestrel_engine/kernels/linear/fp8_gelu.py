@@ -26,7 +26,7 @@ ROUNDED = 1.07
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class GeluTile:
     """The rows and outputs of a program's tile, the inputs of a step, the warps, and the steps that are prefetched."""
 
     rows: int = 128
@@ -80,7 +80,7 @@ def fp8_gelu(
     *,
     spread: float,
     least: float,
-    tile: Tile | None = None,
+    tile: GeluTile | None = None,
 ) -> Fp8Rows:
     """Returns ``gelu_tanh(rows @ (weight * weight_scales.T).T + bias)`` [T, N] in FP8.
 
@@ -88,7 +88,7 @@ def fp8_gelu(
     of the rows. ``weight``: [N, K] float8_e4m3fn. ``weight_scales``: [1, N] float32. ``bias``: [N]. K and N must be
     multiples of 16.
     """
-    tile = tile or Tile()
+    tile = tile or GeluTile()
     (num_rows, num_inputs), num_outputs = rows.values.shape, weight.shape[0]
     result = Fp8Rows.empty(num_rows, num_outputs, weight.device)
     if num_rows:

@@ -27,7 +27,7 @@ MAX_TOKENS = 64
 _NARROW = 16
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """The output rows of a program, the inputs of a step, warps, stages, and whether weights are the first operand."""
 
     rows: int
@@ -37,32 +37,32 @@ class Tile(NamedTuple):
     swap: bool = True
 
 
-class Tiles(NamedTuple):
-    up: Tile
-    down: Tile
+class DecodeTiles(NamedTuple):
+    up: DecodeTile
+    down: DecodeTile
 
 
 # By bytes of a weight and batch class (1 token, up to 16, up to 64). Measured on an H200:
 # 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16. Those of one token in FP8 are
 # smaller now than they were for these 24 us: beside attention they are faster.
-TILES: dict[tuple[int, int], Tiles] = {
-    (1, 1): Tiles(Tile(4, 512, 2, 4), Tile(8, 512, 4, 2)),
-    (1, 16): Tiles(Tile(32, 128, 4, 4, False), Tile(64, 128, 4, 4)),
-    (1, 64): Tiles(Tile(32, 128, 4, 4, False), Tile(128, 128, 8, 4)),
-    (2, 1): Tiles(Tile(4, 512, 4, 3), Tile(8, 1024, 4, 1)),
-    (2, 16): Tiles(Tile(32, 128, 4, 4), Tile(64, 128, 4, 4)),
-    (2, 64): Tiles(Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-    (4, 1): Tiles(Tile(4, 256, 4, 2), Tile(8, 256, 4, 2)),
-    (4, 16): Tiles(Tile(32, 32, 4, 2, False), Tile(64, 32, 4, 2, False)),
-    (4, 64): Tiles(Tile(32, 32, 4, 2, False), Tile(64, 32, 4, 2, False)),
+TILES: dict[tuple[int, int], DecodeTiles] = {
+    (1, 1): DecodeTiles(DecodeTile(4, 512, 2, 4), DecodeTile(8, 512, 4, 2)),
+    (1, 16): DecodeTiles(DecodeTile(32, 128, 4, 4, False), DecodeTile(64, 128, 4, 4)),
+    (1, 64): DecodeTiles(DecodeTile(32, 128, 4, 4, False), DecodeTile(128, 128, 8, 4)),
+    (2, 1): DecodeTiles(DecodeTile(4, 512, 4, 3), DecodeTile(8, 1024, 4, 1)),
+    (2, 16): DecodeTiles(DecodeTile(32, 128, 4, 4), DecodeTile(64, 128, 4, 4)),
+    (2, 64): DecodeTiles(DecodeTile(64, 64, 4, 4), DecodeTile(128, 64, 4, 4)),
+    (4, 1): DecodeTiles(DecodeTile(4, 256, 4, 2), DecodeTile(8, 256, 4, 2)),
+    (4, 16): DecodeTiles(DecodeTile(32, 32, 4, 2, False), DecodeTile(64, 32, 4, 2, False)),
+    (4, 64): DecodeTiles(DecodeTile(32, 32, 4, 2, False), DecodeTile(64, 32, 4, 2, False)),
 }
 
 
-def tiles_of_groups(sort: int, group: int) -> Tiles:
+def tiles_of_groups(sort: int, group: int) -> DecodeTiles:
     """Returns the tiles of weights in 4 bits for a batch class. A step reads two groups of each row."""
     if sort == 1:
-        return Tiles(Tile(8, group, 4, 4), Tile(16, group, 4, 4))
-    return Tiles(Tile(32, group, 4, 3), Tile(64, group, 4, 3))
+        return DecodeTiles(DecodeTile(8, group, 4, 4), DecodeTile(16, group, 4, 4))
+    return DecodeTiles(DecodeTile(32, group, 4, 3), DecodeTile(64, group, 4, 3))
 
 
 def batch_class(num_tokens: int) -> int:
@@ -81,7 +81,7 @@ def moe_decode(
     out: Tensor | None = None,
     adapters: ExpertChanges | None = None,
     pdl: bool = False,
-    tiles: Tiles | None = None,
+    tiles: DecodeTiles | None = None,
 ) -> Tensor:
     """Applies each token's experts (see `route.route`) to ``u`` [T, D] and returns parts [k, T, D] float32.
 
@@ -124,7 +124,7 @@ def _launch(
     weights: Tensor | None,
     out: Tensor,
     change: ExpertChange | None,
-    tile: Tile,
+    tile: DecodeTile,
     product_type: torch.dtype,
     pdl: bool,
 ) -> None:

@@ -25,7 +25,7 @@ from .route import Grouping, group_by_expert
 from .tile import Experts, dot_tile, geglu, product_scale, triton_type
 
 
-class Tile(NamedTuple):
+class PrefillTile(NamedTuple):
     """The output columns of a program (for up, of h and of g each), the inputs of a step, warps and stages. ``swap``:
     see `tile.dot_tile`. ``tma``: load weights with the tensor memory accelerator."""
 
@@ -37,44 +37,63 @@ class Tile(NamedTuple):
     tma: bool = False
 
 
-class Tiles(NamedTuple):
+class PrefillTiles(NamedTuple):
     """The tiles of both products. ``rows``: the pairs of a tile."""
 
     rows: int
-    up: Tile
-    down: Tile
+    up: PrefillTile
+    down: PrefillTile
 
 
 # By bytes of a weight and the largest mean pairs of an expert (0: no limit). Measured on an H200
 # at 64, 256, 730 and 11,680 tokens: 138, 176, 305 and 2,410 us for FP8 (489 TFLOP/s), 222,
 # 253, 287 and 2,237 us for bfloat16.
-TILES: dict[tuple[int, int], Tiles] = {
-    (1, 24): Tiles(16, Tile(64, 128, 4, 4, True, True), Tile(128, 128, 4, 4, True, True)),
-    (1, 48): Tiles(32, Tile(64, 128, 4, 3, True, True), Tile(128, 128, 4, 3, True, True)),
-    (1, 144): Tiles(32, Tile(64, 128, 4, 3, True, True), Tile(128, 128, 4, 3, True, True)),
-    (1, 0): Tiles(128, Tile(128, 64, 8, 4, True, True), Tile(256, 64, 8, 4, True, True)),
-    (2, 24): Tiles(16, Tile(64, 64, 4, 4, True, True), Tile(128, 64, 4, 4, True, True)),
-    (2, 48): Tiles(64, Tile(128, 64, 4, 3, False, True), Tile(256, 64, 4, 3, False, True)),
-    (2, 144): Tiles(128, Tile(128, 64, 8, 3, False, True), Tile(256, 64, 8, 3, False, True)),
-    (2, 0): Tiles(128, Tile(128, 64, 8, 4, False, True), Tile(256, 64, 8, 4, False, True)),
-    (4, 24): Tiles(32, Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (4, 48): Tiles(64, Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (4, 144): Tiles(64, Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
-    (4, 0): Tiles(64, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2)),
+TILES: dict[tuple[int, int], PrefillTiles] = {
+    (1, 24): PrefillTiles(
+        16, PrefillTile(64, 128, 4, 4, True, True), PrefillTile(128, 128, 4, 4, True, True)
+    ),
+    (1, 48): PrefillTiles(
+        32, PrefillTile(64, 128, 4, 3, True, True), PrefillTile(128, 128, 4, 3, True, True)
+    ),
+    (1, 144): PrefillTiles(
+        32, PrefillTile(64, 128, 4, 3, True, True), PrefillTile(128, 128, 4, 3, True, True)
+    ),
+    (1, 0): PrefillTiles(
+        128, PrefillTile(128, 64, 8, 4, True, True), PrefillTile(256, 64, 8, 4, True, True)
+    ),
+    (2, 24): PrefillTiles(
+        16, PrefillTile(64, 64, 4, 4, True, True), PrefillTile(128, 64, 4, 4, True, True)
+    ),
+    (2, 48): PrefillTiles(
+        64, PrefillTile(128, 64, 4, 3, False, True), PrefillTile(256, 64, 4, 3, False, True)
+    ),
+    (2, 144): PrefillTiles(
+        128, PrefillTile(128, 64, 8, 3, False, True), PrefillTile(256, 64, 8, 3, False, True)
+    ),
+    (2, 0): PrefillTiles(
+        128, PrefillTile(128, 64, 8, 4, False, True), PrefillTile(256, 64, 8, 4, False, True)
+    ),
+    (4, 24): PrefillTiles(32, PrefillTile(32, 32, 4, 2), PrefillTile(64, 32, 4, 2)),
+    (4, 48): PrefillTiles(64, PrefillTile(32, 32, 4, 2), PrefillTile(64, 32, 4, 2)),
+    (4, 144): PrefillTiles(64, PrefillTile(32, 32, 4, 2), PrefillTile(64, 32, 4, 2)),
+    (4, 0): PrefillTiles(64, PrefillTile(64, 32, 8, 2), PrefillTile(64, 32, 8, 2)),
 }
 
 
-def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> Tiles:
+def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> PrefillTiles:
     mean = num_pairs / num_experts
     limit = next((limit for limit in (24, 48, 144) if mean <= limit), 0)
     return TILES[element_size, limit]
 
 
-def tiles_of_groups(group: int, num_pairs: int, num_experts: int) -> Tiles:
+def tiles_of_groups(group: int, num_pairs: int, num_experts: int) -> PrefillTiles:
     """Returns the tiles of weights in 4 bits. A step reads two groups of each row."""
     few = num_pairs <= 24 * num_experts
-    up, down = Tile(64, group, 4, 2, True), Tile(64 if few else 128, group, 4, 2, True)
-    return Tiles(16 if few else 64, up, down)
+    up, down = (
+        PrefillTile(64, group, 4, 2, True),
+        PrefillTile(64 if few else 128, group, 4, 2, True),
+    )
+    return PrefillTiles(16 if few else 64, up, down)
 
 
 def hopper_kernels(device: torch.device) -> ModuleType | None:
@@ -97,7 +116,7 @@ def moe_prefill(
     *,
     add_to: Tensor | None = None,
     out: Tensor | None = None,
-    tiles: Tiles | None = None,
+    tiles: PrefillTiles | None = None,
     in_fp8: Fp8Rows | None = None,
     adapters: ExpertChanges | None = None,
 ) -> Tensor:
@@ -151,7 +170,7 @@ def moe_prefill(
 
 def _launch(
     up: bool,
-    tile: Tile,
+    tile: PrefillTile,
     grouping: Grouping,
     inputs: Tensor,
     weight: Tensor,

@@ -12,14 +12,19 @@ from torch import Tensor
 
 from .candidates import key_of
 from .logits import LARGEST, NUM_TOP, RULE_WIDTH, load
-from .sample import Tiles, Workspace
+from .sample import SamplingTiles, Workspace
 
 _NO_KEY = tl.constexpr(-(2**63))
 _ID_MASK = tl.constexpr(2**32 - 1)
 
 
 def likeliest(
-    logits: Tensor, rules: Tensor, workspace: Workspace, out: Tensor, *, tiles: Tiles | None = None
+    logits: Tensor,
+    rules: Tensor,
+    workspace: Workspace,
+    out: Tensor,
+    *,
+    tiles: SamplingTiles | None = None,
 ) -> None:
     """Writes the likeliest ids of each row that asks for them to ``out``, without waiting for the device.
 
@@ -37,7 +42,7 @@ def likeliest(
         rules.stride(),
     )
     assert out.is_contiguous() and out.shape[:2] == (rows, 2), (out.shape, out.stride())
-    tiles = tiles or Tiles()
+    tiles = tiles or SamplingTiles()
     chunks = triton.cdiv(vocab, tiles.chunk)
     assert workspace.stats.shape[1] == chunks, workspace.stats.shape
     _likeliest_kernel[(rows,)](

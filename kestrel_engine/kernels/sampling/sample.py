@@ -19,7 +19,7 @@ from .draw import draw_kernel
 from .logits import RULE_WIDTH, best_kernel, stats_kernel
 
 
-class Tiles(NamedTuple):
+class SamplingTiles(NamedTuple):
     """The sizes of the kernels' tiles, powers of two. They change results only by the rounding of float64 sums."""
 
     chunk: int = 1024
@@ -77,10 +77,10 @@ class Workspace(NamedTuple):
 
 
 def allocate(
-    rows: int, vocab: int, device: torch.device | str, tiles: Tiles | None = None
+    rows: int, vocab: int, device: torch.device | str, tiles: SamplingTiles | None = None
 ) -> Workspace:
     """Allocates a workspace for `sample_rows` with up to ``rows`` rows of ``vocab`` logits."""
-    tiles = tiles or Tiles()
+    tiles = tiles or SamplingTiles()
     chunks = triton.cdiv(vocab, tiles.chunk)
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -113,7 +113,7 @@ def sample_rows(
     logprobs: Tensor,
     bad: Tensor,
     workspace: Workspace | None = None,
-    tiles: Tiles | None = None,
+    tiles: SamplingTiles | None = None,
     pdl: bool = False,
 ) -> None:
     """Samples one id for each row of ``logits`` [M, V] into ``ids``, without waiting for the device.
@@ -140,7 +140,7 @@ def sample_rows(
         assert column.is_contiguous(), column.stride()
     if rows == 0:
         return
-    tiles = tiles or Tiles()
+    tiles = tiles or SamplingTiles()
     # If ``short`` exceeded ``listed``, a list that is too long would be sorted as a short one, over the next row's
     # list.
     assert tiles.short <= tiles.listed, tiles

@@ -21,7 +21,7 @@ from ...types.model_config import VisionConfig
 from ...types.requests import PreparedImage
 from ..crops import KEY_LENGTH, select_tiling, stored_shape
 from ..decoding.costs import FIELD, Cost
-from ..jobs import HeaderSize, Job, Preprocessed
+from ..jobs import HeaderSize, ImageJob, Preprocessed
 from ..looks import look_size, regions
 from ..prepared_cache import Looks, in_namespace
 from .segments import map_segment
@@ -38,7 +38,7 @@ MOST_TEXT, _MOST_NAME, _MOST_NAMES = 2000, 50, 4
 
 
 class Answers:
-    """``device_pixels``: as in ``crops.prepare``."""
+    """``device_pixels``: as in ``crops.cut_crops``."""
 
     def __init__(self, max_pixels: int, vision: VisionConfig, device_pixels: int) -> None:
         self._max_pixels = max_pixels
@@ -48,7 +48,7 @@ class Answers:
     def read(
         self,
         message: dict[str, Any],
-        job: Job,
+        job: ImageJob,
         segment: int,
         failure: Exception | None,
     ) -> Preprocessed | HeaderSize | Cost | Exception:
@@ -85,7 +85,7 @@ class Answers:
         if width < 1 or height < 1 or width * height > self._max_pixels:
             raise ValueError(f"{width}x{height} pixels")
 
-    def _looks(self, done: dict[str, Any], job: Job, segment: int) -> Looks:
+    def _looks(self, done: dict[str, Any], job: ImageJob, segment: int) -> Looks:
         """Returns what a decoder has prepared. The crops or pixels are in memory that the decoder cannot shrink. Raises
         OSError and the errors of ``read``."""
         width, height = int(done["width"]), int(done["height"])

@@ -37,9 +37,9 @@ from ..crops import (
     Piece,
     Run,
     content_key,
+    cut_crops,
     device_makes_crops,
     mirrored,
-    prepare,
     region_of,
     stored_shape,
 )
@@ -101,7 +101,7 @@ def serve(line: Line, memory: int) -> None:
     setup = line.wait()
     if setup is None:
         return
-    work = Work(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]), memory)
+    work = ImageDecoder(ImageLimits(**setup["limits"]), VisionConfig(**setup["vision"]), memory)
     while (message := line.wait()) is not None:
         descriptor = line.descriptors.pop(0)
         if "crops" in message:
@@ -112,7 +112,7 @@ def serve(line: Line, memory: int) -> None:
             line.send(reply)
 
 
-class Work:
+class ImageDecoder:
     """The work on one image after the other."""
 
     def __init__(self, limits: ImageLimits, vision: VisionConfig, memory: int = -1) -> None:
@@ -215,7 +215,7 @@ class Work:
             decoded = image if isinstance(image, DecodedImage) else image.begin(allocate_pixels)
             # Decoding alone is the work of one thread.
             run = None if in_place else self._run(threads)
-            prepared = prepare(
+            prepared = cut_crops(
                 decoded,
                 vision,
                 run=run,
@@ -255,7 +255,7 @@ class Work:
             run = self._run(threads)
             for look, shape in zip(looks, shapes, strict=True):
                 part, room = room[: math.prod(shape)].reshape(shape), room[math.prod(shape) :]
-                prepared = prepare(
+                prepared = cut_crops(
                     decoded if look is None else region_of(decoded, key, look),
                     vision,
                     run=run,

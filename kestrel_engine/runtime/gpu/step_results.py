@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.decode_io import RESULT_WIDTH, flag_rows
 from ...types.model_config import ModelConfig
 from ...types.step import Row, StepPlan, StepResult
-from ..reading import Fetched
+from ..reading import PendingReading
 from ..refinement import results_of
 from .sampling.rows import spec_of
 from .sampling.rules import TOP_WIDTH, decode_results
@@ -37,7 +37,7 @@ class PendingStep:
     So are ``refined``, the masks of ``plan.refine``, [rows, crop_size, crop_size] float32; None without such rows."""
 
     plan: StepPlan
-    readings: dict[int, Fetched]
+    readings: dict[int, PendingReading]
     outputs: list[PassOutput]
     shared_groups: tuple[int, ...]
     flags: list[tuple[Sequence[Row], Tensor]]

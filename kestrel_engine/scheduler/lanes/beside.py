@@ -32,7 +32,7 @@ _NEW_SAMPLE = 0.2
 """The weight of a new measurement in the mean of the seconds that new work takes."""
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """A step of NEW_WORK, and what there is besides. ``used``: the share of a step's allowance."""
 
     used: float
@@ -68,17 +68,17 @@ class Beside:
         self._s_per_allowance = 0.0
         """The mean of the seconds of a step that uses its whole allowance; 0 until a step was measured."""
 
-    def is_short(self, load: Load) -> bool:
+    def is_short(self, load: StepLoad) -> bool:
         """Returns whether decoding waits for a step of NEW_WORK."""
         limit_s = self._target_s * (_MORE_FOR_FEW if load.num_decoding < _FEW_ROWS else 1.0)
         return self._s_per_allowance * load.used <= limit_s
 
-    def leaves_room(self, load: Load) -> bool:
+    def leaves_room(self, load: StepLoad) -> bool:
         """Returns whether a step of NEW_WORK leaves room for decode steps."""
         many = load.num_decoding >= MANY_DECODING and load.num_waiting >= MANY_WAITING
         return self._room and many and not self.is_short(load)
 
-    def launched_new_work(self, step_id: int, load: Load) -> None:
+    def launched_new_work(self, step_id: int, load: StepLoad) -> None:
         """Notes a step of NEW_WORK."""
         self._out[step_id] = _NewWork(load.used, self.is_short(load), self.leaves_room(load))
 

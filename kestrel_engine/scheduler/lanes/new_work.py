@@ -7,7 +7,7 @@ from ..batch import Batch
 from ..draft import Draft, Scheduled
 from ..sequence import Sequence
 from ..shares import Shares
-from .beside import Beside, Load
+from .beside import Beside, StepLoad
 from .intake import Intake
 from .lane import StepLane
 
@@ -20,7 +20,7 @@ class NewWorkLane(StepLane):
     def __init__(self, batch: Batch, shares: Shares, intake: Intake, beside: Beside) -> None:
         super().__init__(batch, shares)
         self._intake, self._beside = intake, beside
-        self._load = Load(0.0)
+        self._load = StepLoad(0.0)
         """The step that is being made."""
 
     def add_rows(self, draft: Draft) -> None:
@@ -33,7 +33,7 @@ class NewWorkLane(StepLane):
         self._intake.begin(draft)
         used, _ = self._intake.schedule(draft, self.turns, now, bounded=True)
         self._intake.add_masks(draft)
-        self._load = Load(used)
+        self._load = StepLoad(used)
 
     def settle(self, draft: Draft, step_id: int) -> None:
         self._intake.settle(draft)

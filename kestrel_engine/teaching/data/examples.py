@@ -14,7 +14,7 @@ Point: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredQuestion:
     """A question and its answer. ``ids``: the tokens of the answer, if they are known."""
 
     question: str
@@ -46,7 +46,7 @@ class Boxed:
     boxes: tuple[Edges, ...]
 
 
-Example: TypeAlias = Answered | Captioned | Pointed | Boxed
+Example: TypeAlias = AnsweredQuestion | Captioned | Pointed | Boxed
 
 
 @dataclass(frozen=True, slots=True)

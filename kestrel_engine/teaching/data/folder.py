@@ -14,7 +14,7 @@ from ...coco_labels import CocoLabels, Id
 from ...errors import ConfigError
 from ...types.requests import Edges, is_number
 from .examples import (
-    Answered,
+    AnsweredQuestion,
     Boxed,
     Example,
     Point,
@@ -134,7 +134,7 @@ def _parsed(line: bytes, where: str) -> tuple[str, str, Example]:
 
 
 def _answered(fields: Mapping[str, Any], where: str) -> Example:
-    return Answered(_text(fields, "question", where), _text(fields, "answer", where))
+    return AnsweredQuestion(_text(fields, "question", where), _text(fields, "answer", where))
 
 
 def _pointed(fields: Mapping[str, Any], where: str) -> Example:

@@ -9,7 +9,7 @@ from typing import Any
 from ...skills.base import SkillContext
 from ...skills.registry import SkillRegistry
 from ...types.requests import Coord, ImagePlace, Size, Token
-from .examples import Answered, Boxed, Captioned, Example, Pointed
+from .examples import AnsweredQuestion, Boxed, Captioned, Example, Pointed
 
 _SKILLS = SkillRegistry.default()
 
@@ -54,7 +54,7 @@ class Lesson:
 def write(example: Example, context: SkillContext, weight: float = 1.0) -> Lesson:
     """Returns the lesson of an example. Raises InvalidRequest for a text that the skill refuses."""
     match example:
-        case Answered(question, answer, ids):
+        case AnsweredQuestion(question, answer, ids):
             lesson = _prompt("query", {"question": question}, context, weight)
             _say(lesson, context.codec.encode(answer) if ids is None else ids, context)
         case Captioned(length, ids):

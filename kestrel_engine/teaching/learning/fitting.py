@@ -23,7 +23,7 @@ from ..data.views import View, Views
 from ..settings import TeachingSettings
 from .images import ImageEmbeddings
 from .losses import loss_of
-from .packing import Batch, RowPlan, pack, rows_of
+from .packing import LessonBatch, RowPlan, pack, rows_of
 from .parameters import Parameters
 
 WARM_STEPS = 10
@@ -248,7 +248,7 @@ def _rate(step: int, progress: float) -> float:
 def hidden(
     model: Moondream,
     images: Tensor,
-    batch: Batch,
+    batch: LessonBatch,
     adapters: TextAdapters | None,
     checkpointing: bool = False,
 ) -> Tensor:

@@ -14,7 +14,7 @@ from ...errors import ConfigError, RequestError
 from ...models.low_rank import Adapters
 from ...models.moondream import Moondream
 from ...models.vision import num_distinct
-from ...preprocess.crops import prepare
+from ...preprocess.crops import cut_crops
 from ...preprocess.decoding.images import open_image
 from ..data.views import View
 
@@ -91,7 +91,7 @@ class ImageEmbeddings:
             image = open_image(path, self._limits)
             if view is not None:
                 image = open_image(view.of_pixels(image.pixels), self._limits)
-            prepared = prepare(image, self._model.config.vision)
+            prepared = cut_crops(image, self._model.config.vision)
         except RequestError as error:
             raise ConfigError("data", path.name, str(error)) from error
         assert prepared.crops is not None, "crops are made here"

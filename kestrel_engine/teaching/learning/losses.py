@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...models.moondream import Moondream
-from .packing import Batch, Targets
+from .packing import LessonBatch, Targets
 
 END_WEIGHT, COORD_WEIGHT, SIZE_WEIGHT = 1.0, 0.3, 0.2
 SIGMA = 2.0
@@ -38,7 +38,7 @@ class Loss:
         )
 
 
-def loss_of(model: Moondream, hidden: Tensor, batch: Batch) -> Loss:
+def loss_of(model: Moondream, hidden: Tensor, batch: LessonBatch) -> Loss:
     """``hidden``: [rows * length, dim], the residual stream of the text positions."""
 
     def mean(of: Callable[[Moondream, Tensor, Targets], Tensor], targets: Targets) -> Tensor:

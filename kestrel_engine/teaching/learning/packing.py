@@ -61,7 +61,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class LessonBatch:
     """The rows of a pass. ``text``: embeddings [rows, length, dim] of the lessons. ``positions``: [rows, length] int64.
     ``lessons``: [rows, length] int64, the number of the lesson in its row; -1 for padding. ``pairs``: of ``ends``, [n]
     bool (`EndTarget.is_pair`)."""
@@ -76,7 +76,7 @@ class Batch:
     sizes: Targets
 
 
-def pack(rows: Sequence[RowPlan], model: Moondream) -> Batch:
+def pack(rows: Sequence[RowPlan], model: Moondream) -> LessonBatch:
     """Returns the batch of ``rows`` on the model's device."""
     length = max(sum(map(len, row.lessons)) for row in rows)
     ids = torch.zeros(len(rows), length, dtype=torch.int64)
@@ -121,7 +121,7 @@ def pack(rows: Sequence[RowPlan], model: Moondream) -> Batch:
         seen = [size_of_bins(round(w), round(h), size_bins) for _, (w, h), _ in sizes]
         sides = [(size.width, size.height) for size in seen]
         text[size_targets.at + 1] = model.region.embed_sizes(torch.tensor(sides, device=device))
-    return Batch(
+    return LessonBatch(
         text.view(len(rows), length, -1),
         positions.to(device),
         numbers.to(device),

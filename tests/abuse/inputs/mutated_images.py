@@ -30,7 +30,7 @@ from PIL import Image
 
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import ImageError
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
@@ -160,7 +160,7 @@ def run(count: int, seed: int, first: int = 0) -> dict[str, Any]:
     formats, limits, vision = seeds(), ImageLimits(), VisionConfig()
     for kinds in formats.values():
         for data in kinds:
-            prepare(open_image(data, limits), vision)  # Untouched they are images.
+            cut_crops(open_image(data, limits), vision)  # Untouched they are images.
     taken: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     faults: list[dict[str, Any]] = []
@@ -172,7 +172,7 @@ def run(count: int, seed: int, first: int = 0) -> dict[str, Any]:
         began = time.process_time()
         fault = None
         try:
-            prepare(open_image(data, limits), vision)
+            cut_crops(open_image(data, limits), vision)
         except ImageError as error:
             refused[name] += 1
             if error.field != "image" or "\n" in str(error) or len(str(error)) > 300:

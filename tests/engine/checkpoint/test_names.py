@@ -1,7 +1,12 @@
 import pytest
 
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
-from kestrel_engine.checkpoint.weights.names import Part, Source, detect_family, map_names
+from kestrel_engine.checkpoint.weights.names import (
+    TensorPart,
+    TensorSource,
+    detect_family,
+    map_names,
+)
 from kestrel_engine.errors import CheckpointError
 from kestrel_engine.types.model_config import Family, parse_model_config
 
@@ -26,16 +31,22 @@ def test_the_stored_reference_names_agree(golden_names) -> None:
         for entry in golden_names(model):
             canonical = entry["name"].removeprefix("model.")
             other = map_names([entry["other_layout"]]).tensors
-            part = Part.TRANSPOSED if entry.get("other_layout_is") == "transposed" else Part.WHOLE
-            assert other == {canonical: Source(entry["other_layout"], part)}
+            part = (
+                TensorPart.TRANSPOSED
+                if entry.get("other_layout_is") == "transposed"
+                else TensorPart.WHOLE
+            )
+            assert other == {canonical: TensorSource(entry["other_layout"], part)}
 
 
 def test_transposed_and_fused_tensors() -> None:
     name = "region_model.size_features.weight"
-    assert map_names([name]).tensors["region.size_features"] == Source(name, Part.TRANSPOSED)
+    assert map_names([name]).tensors["region.size_features"] == TensorSource(
+        name, TensorPart.TRANSPOSED
+    )
     fused = map_names([f"{BLOCK}.tau_wqwv"]).tensors
-    assert fused["text.blocks.5.attn.tau.wq"].part is Part.FIRST_ROWS
-    assert fused["text.blocks.5.attn.tau.wv"].part is Part.LAST_ROWS
+    assert fused["text.blocks.5.attn.tau.wq"].part is TensorPart.FIRST_ROWS
+    assert fused["text.blocks.5.attn.tau.wv"].part is TensorPart.LAST_ROWS
 
 
 def test_compiled_names_lose_the_wrapper() -> None:

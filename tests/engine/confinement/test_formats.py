@@ -8,7 +8,7 @@ import pytest
 
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import RequestError
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.heif_probes import HEIF_PROBES
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
@@ -54,7 +54,7 @@ async def test_all_files_end_as_in_an_open_process(caplog, rounds):
     with caplog.at_level(logging.WARNING):
         for data in (*whole, *FILES.values(), *REFUSED.values(), *broken):
             try:
-                expected = prepare(open_image(data, LIMITS), VISION).key
+                expected = cut_crops(open_image(data, LIMITS), VISION).key
             except RequestError as error:
                 with pytest.raises(type(error)) as caught:
                     await pool.prepare(data)

@@ -11,7 +11,7 @@ import pytest
 from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
 from kestrel_engine.confinement import trial
 from kestrel_engine.confinement.calls import name_of
-from kestrel_engine.confinement.steps import Found
+from kestrel_engine.confinement.steps import Confinement
 from kestrel_engine.errors import ConfigError
 from kestrel_engine.maintenance import Finding
 from kestrel_engine.maintenance.device import check_confinement
@@ -153,7 +153,7 @@ def test_the_compiler_of_constraints_is_confined(confined):
 
 
 def test_a_machine_that_lacks_it_is_told_and_required_confinement_refuses(monkeypatch):
-    monkeypatch.setattr(trial, "found", lambda: Found(0, True, False))
+    monkeypatch.setattr(trial, "found", lambda: Confinement(0, True, False))
     assert trial.check("auto") == "no landlock, seccomp, no namespaces"
     assert trial.check("off") == "not confined (--confine off)"
     with pytest.raises(ConfigError, match="confine='require': this system offers no landlock"):
@@ -204,7 +204,7 @@ def test_a_segment_grows_no_larger_than_the_images_of_a_decoder():
 def test_doctor_says_what_confines_decoders(confined, monkeypatch):
     assert [*check_confinement("auto")] == [Finding("decoders", "ok", str(confined))]
     assert [found.status for found in check_confinement("off")] == ["warn"]
-    monkeypatch.setattr(trial, "found", lambda: Found(0, True, False))
+    monkeypatch.setattr(trial, "found", lambda: Confinement(0, True, False))
     assert [found.status for found in check_confinement("auto")] == ["warn"]
     assert [found.status for found in check_confinement("require")] == ["fail"]
 
@@ -214,7 +214,7 @@ async def test_the_start_says_it_and_refuses_before_it_reads_weights(monkeypatch
         raise ModelLoadError("weights are read now")
 
     monkeypatch.setattr("kestrel_engine.engine.build_off_loop", no_weights)
-    monkeypatch.setattr(trial, "found", lambda: Found(0, True, False))
+    monkeypatch.setattr(trial, "found", lambda: Confinement(0, True, False))
     with caplog.at_level("INFO"), pytest.raises(ModelLoadError):
         await InferenceEngine.create(RuntimeConfig())
     assert "decoders: no landlock, seccomp, no namespaces" in caplog.messages

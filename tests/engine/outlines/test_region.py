@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_engine.outlines.region import Region, crop
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.types.model_config import parse_model_config
 
@@ -40,7 +40,7 @@ def test_a_box_without_area_has_no_region(box):
 
 def test_pixels_are_read_bilinearly():
     pixels = np.random.default_rng(1).integers(0, 255, (80, 100, 3), dtype=np.uint8)
-    image = prepare(DecodedImage(pixels), VISION, device_pixels=10**6)
+    image = cut_crops(DecodedImage(pixels), VISION, device_pixels=10**6)
     assert image.pixels is not None
     region = Region(0.25, 0.25, 0.75, 0.75)  # Whole pixels: 25..75 and 20..60.
     part = torch.from_numpy(pixels[20:60, 25:75]).permute(2, 0, 1)[None].double()
@@ -53,8 +53,8 @@ def test_pixels_are_read_bilinearly():
 @pytest.mark.parametrize("size", [(60, 90), (126, 126), (200, 150), (420, 300), (900, 700)])
 def test_tiles_show_the_same_place_as_pixels(size):
     pixels = smooth(*size)
-    with_pixels = prepare(DecodedImage(pixels), VISION, device_pixels=10**7)
-    with_crops = prepare(DecodedImage(pixels), VISION)
+    with_pixels = cut_crops(DecodedImage(pixels), VISION, device_pixels=10**7)
+    with_crops = cut_crops(DecodedImage(pixels), VISION)
     assert with_crops.pixels is None
     for region in (
         Region(0.1, 0.2, 0.6, 0.55),
@@ -71,6 +71,6 @@ def test_tiles_show_the_same_place_as_pixels(size):
 
 def test_a_large_image_costs_no_more_memory_than_its_crop():
     pixels = np.broadcast_to(np.uint8(7), (3000, 4000, 3))
-    image = prepare(DecodedImage(smooth(200, 150)), VISION, device_pixels=10**6)
+    image = cut_crops(DecodedImage(smooth(200, 150)), VISION, device_pixels=10**6)
     object.__setattr__(image, "pixels", pixels)
     assert (crop(image, Region(0.0, 0.0, 1.0, 1.0), VISION) == 7).all()

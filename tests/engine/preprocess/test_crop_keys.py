@@ -9,7 +9,7 @@ import pytest
 
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.preprocess.crop_keys import _tiles_read, crop_keys
-from kestrel_engine.preprocess.crops import device_makes_crops, prepare, select_tiling
+from kestrel_engine.preprocess.crops import cut_crops, device_makes_crops, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.types.model_config import VisionConfig
@@ -35,12 +35,12 @@ def random_pixels(width: int, height: int, seed: int) -> np.ndarray:
 
 def made(pixels: np.ndarray, vision: VisionConfig) -> PreparedImage:
     """The image with its crops, made by libvips."""
-    return prepare(DecodedImage(pixels), vision)
+    return cut_crops(DecodedImage(pixels), vision)
 
 
 def keys(pixels: np.ndarray, vision: VisionConfig) -> tuple[str, ...]:
     """The keys of an image whose crops a device makes."""
-    image = prepare(DecodedImage(pixels), vision, device_pixels=MANY)
+    image = cut_crops(DecodedImage(pixels), vision, device_pixels=MANY)
     assert image.crops is None
     return crop_keys(image, vision)
 
@@ -104,7 +104,7 @@ def test_equal_pixels_elsewhere_are_another_crop():
 
 
 def test_an_overview_alone_is_the_overview_of_the_image():
-    image = prepare(DecodedImage(random_pixels(500, 301, 4)), SMALL, device_pixels=MANY)
+    image = cut_crops(DecodedImage(random_pixels(500, 301, 4)), SMALL, device_pixels=MANY)
     image = dataclasses.replace(image, crop_keys=crop_keys(image, SMALL))
     overview = image.overview()
     assert overview.crop_keys == image.crop_keys[:1]

@@ -10,7 +10,7 @@ import torch
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, StepEvent
 from kestrel_engine.preprocess.crop_keys import crop_keys
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.prepared_cache import in_namespace
 from kestrel_engine.runtime.gpu.parts import Options
@@ -135,7 +135,7 @@ def test_crops_that_the_gpu_makes_are_reused_bit_for_bit():
     after = before.copy()
     after[30:34, 2:6] = 0
     frames = [
-        keyed(prepare(DecodedImage(pixels), vision, device_pixels=10**6), vision)
+        keyed(cut_crops(DecodedImage(pixels), vision, device_pixels=10**6), vision)
         for pixels in (before, after)
     ]
     first, second = frames
@@ -146,7 +146,7 @@ def test_crops_that_the_gpu_makes_are_reused_bit_for_bit():
     step(runtime, encode=(EncodeSlice(first, 0, count, kept=reused),))
     step(runtime, encode=(EncodeSlice(second, 0, count, reused=reused),))
     crops = [
-        torch.from_numpy(prepare(DecodedImage(pixels), vision).crops).to(device)
+        torch.from_numpy(cut_crops(DecodedImage(pixels), vision).crops).to(device)
         for pixels in (before, after)
     ]
     new = [index for index in range(count) if index not in reused]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_engine.config.images import ImageLimits
-from kestrel_engine.preprocess.crops import prepare, select_tiling
+from kestrel_engine.preprocess.crops import cut_crops, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.types.model_config import VisionConfig
@@ -36,7 +36,7 @@ def test_crops_equal_the_reference(name):
     image = open_image(GOLDENS / golden["file"], ImageLimits())
     assert (image.width, image.height) == (golden["width"], golden["height"])
     assert sha256(image.pixels) == golden["decoded_rgb_sha256"]
-    prepared = prepare(image, VISION)
+    prepared = cut_crops(image, VISION)
     assert prepared.tiling == tuple(golden["tiling"])
     assert list(prepared.crops.shape) == golden["crops_shape"]
     assert prepared.crops.dtype == np.uint8 and prepared.crops.flags.c_contiguous
@@ -89,7 +89,7 @@ def test_tiling_is_bounded(width, height, vision):
 def test_every_size_gives_whole_crops_that_overlap_exactly(width, height, vision):
     rng = np.random.default_rng(width * 1000 + height)
     image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-    prepared = prepare(image, vision)
+    prepared = cut_crops(image, vision)
     rows, columns = prepared.tiling
     side, overlap = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
     assert prepared.crops.shape == (1 + rows * columns, side, side, 3)
@@ -109,7 +109,7 @@ def test_crops_equal_those_cut_out_of_the_whole_resized_image(width, height, vis
     """As libvips' own writer resizes it, in one go and with threads of its own."""
     rng = np.random.default_rng(width * 1000 + height)
     image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-    prepared = prepare(image, vision)
+    prepared = cut_crops(image, vision)
     rows, columns = prepared.tiling
     side, margins = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
     window = side - margins
@@ -146,8 +146,8 @@ def test_threads_beside_the_decoder_give_the_same_crops(width, height, rows_at_o
             for future in [threads.submit(piece) for piece in pieces]:
                 future.result()
 
-    alone = prepare(DecodedImage(true), VISION)
-    shared = prepare(DecodedImage(pixels, decoding()), VISION, run=split)
+    alone = cut_crops(DecodedImage(true), VISION)
+    shared = cut_crops(DecodedImage(pixels, decoding()), VISION, run=split)
     assert np.array_equal(alone.crops, shared.crops)
     assert (alone.key, alone.tiling) == (shared.key, shared.tiling)
 
@@ -174,8 +174,8 @@ def test_a_piece_waits_for_all_the_rows_it_reads(width, height, vision):
         for piece in pieces:
             piece()
 
-    wanted = prepare(DecodedImage(true), vision)
-    found = prepare(Grudging(true), vision, run=in_turn)
+    wanted = cut_crops(DecodedImage(true), vision)
+    found = cut_crops(Grudging(true), vision, run=in_turn)
     assert np.array_equal(wanted.crops, found.crops)
     assert wanted.key == found.key
 
@@ -183,29 +183,29 @@ def test_a_piece_waits_for_all_the_rows_it_reads(width, height, vision):
 @pytest.mark.parametrize("size", [(1, 1), (1, 20), (2000, 100), (100, 2000), (378, 1), (379, 379)])
 def test_extreme_sizes(size):
     width, height = size
-    prepared = prepare(DecodedImage(np.full((height, width, 3), 77, np.uint8)), VISION)
+    prepared = cut_crops(DecodedImage(np.full((height, width, 3), 77, np.uint8)), VISION)
     assert (prepared.width, prepared.height) == size
     assert (prepared.crops == 77).all()
 
 
 def test_the_key_of_pixels_depends_on_them_and_the_geometry_only():
     pixels = np.arange(40 * 60 * 3, dtype=np.uint32).astype(np.uint8).reshape(40, 60, 3)
-    key = prepare(DecodedImage(pixels), VISION).key
-    assert key == prepare(DecodedImage(pixels.copy()), VISION).key
+    key = cut_crops(DecodedImage(pixels), VISION).key
+    assert key == cut_crops(DecodedImage(pixels.copy()), VISION).key
     changed = pixels.copy()
     changed[39, 59, 2] ^= 1
     others = [
-        prepare(DecodedImage(changed), VISION).key,
-        prepare(DecodedImage(pixels.reshape(60, 40, 3)), VISION).key,
-        prepare(DecodedImage(pixels), SMALL).key,
-        prepare(DecodedImage(pixels), replace(VISION, max_crops=11)).key,
+        cut_crops(DecodedImage(changed), VISION).key,
+        cut_crops(DecodedImage(pixels.reshape(60, 40, 3)), VISION).key,
+        cut_crops(DecodedImage(pixels), SMALL).key,
+        cut_crops(DecodedImage(pixels), replace(VISION, max_crops=11)).key,
     ]
     assert len({key, *others}) == 5
 
 
 def test_the_key_of_an_encoded_image_depends_on_its_bytes_and_the_geometry_only():
     def key(*identity: bytes, vision=VISION, value=0):
-        return prepare(
+        return cut_crops(
             DecodedImage(np.full((40, 60, 3), value, np.uint8), None, identity), vision
         ).key
 
@@ -216,6 +216,6 @@ def test_the_key_of_an_encoded_image_depends_on_its_bytes_and_the_geometry_only(
         key(b"image", b"\0\0\0"),
         key(b"imag", b"e"),
         key(b"image", b"", vision=SMALL),
-        prepare(DecodedImage(np.zeros((40, 60, 3), np.uint8)), VISION).key,
+        cut_crops(DecodedImage(np.zeros((40, 60, 3), np.uint8)), VISION).key,
     ]
     assert len({found, *others}) == 6

@@ -5,7 +5,7 @@ import pytest
 import pyvips
 
 from kestrel_engine.exact_resize import ONE_BITS, AxisPass, is_exact, passes
-from kestrel_engine.preprocess.crops import prepare, select_tiling
+from kestrel_engine.preprocess.crops import cut_crops, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.types.model_config import VisionConfig
 
@@ -59,7 +59,7 @@ def check(width: int, height: int, vision: VisionConfig) -> None:
     pixels = np.random.default_rng(width * 9001 + height).integers(
         0, 256, (height, width, 3), np.uint8
     )
-    wanted = prepare(DecodedImage(pixels), vision)
+    wanted = cut_crops(DecodedImage(pixels), vision)
     side, window, (rows, columns) = vision.crop_size, vision.crop_window, wanted.tiling
     assert wanted.crops is not None
     assert np.array_equal(resize(pixels, side, side), wanted.crops[0]), (width, height)

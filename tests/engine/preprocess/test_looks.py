@@ -9,7 +9,7 @@ from PIL import Image
 
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import ImageTooLargeError, InvalidRequest
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.decoding.images import OnBackground
 from kestrel_engine.preprocess.looks import InRegion, Selection, Tiled, Tiles, regions
@@ -81,7 +81,7 @@ def test_looks_have_the_crops_of_images_that_are_cut_by_hand(device_pixels):
     looks = with_pool(use, device_pixels=device_pixels).looks
     assert len(looks) == len({look.key for look in looks}) == 7
     for look in looks:
-        expected = prepare(DecodedImage(cut(look.region)), VISION, device_pixels=device_pixels)
+        expected = cut_crops(DecodedImage(cut(look.region)), VISION, device_pixels=device_pixels)
         assert (look.width, look.height) == (expected.width, expected.height)
         assert look.tiling == expected.tiling
         assert look.image_size == (800, 500)
@@ -103,7 +103,7 @@ def test_a_region_of_a_turned_transparent_or_raw_image():
     turned_image, raw, on_background = with_pool(use)
     upright = np.rot90(PIXELS, -1)
     assert turned_image.image_size == (500, 800)
-    expected = prepare(DecodedImage(cut(turned_image.region, upright)), VISION)
+    expected = cut_crops(DecodedImage(cut(turned_image.region, upright)), VISION)
     assert (turned_image.crops == expected.crops).all()
     assert (raw.crops == on_background.crops).all()
     assert raw.key != on_background.key

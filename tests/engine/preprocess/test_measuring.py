@@ -13,7 +13,7 @@ from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.errors import ImageTooLargeError, InvalidRequest, UnsupportedImageError
 from kestrel_engine.preprocess.decoding.costs import Cost
 from kestrel_engine.preprocess.decoding.images import FORMATS
-from kestrel_engine.preprocess.jobs import HeaderSize, Job
+from kestrel_engine.preprocess.jobs import HeaderSize, ImageJob
 from kestrel_engine.preprocess.looks import InCrops, InRegion, Tiled, Tiles
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.processes.answers import Answers
@@ -93,7 +93,7 @@ async def test_what_is_refused(pool):
 )
 async def test_a_decoder_that_an_image_controls_gives_no_other_answer(message: dict[str, Any]):
     result = asyncio.get_running_loop().create_future()
-    job = Job(b"", "", None, result, "", header_only=True)
+    job = ImageJob(b"", "", None, result, "", header_only=True)
     answers = Answers(LIMITS.max_pixels, VISION, 0)
     assert answers.read({"size": [3, 5]}, job, -1, None) == HeaderSize(3, 5)
     with pytest.raises((KeyError, TypeError, ValueError)):

@@ -6,7 +6,7 @@ import pytest
 
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.lanes import beside
-from kestrel_engine.scheduler.lanes.beside import SPACING, Beside, Load
+from kestrel_engine.scheduler.lanes.beside import SPACING, Beside, StepLoad
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.types.step import Lane
@@ -129,33 +129,33 @@ def is_waited_for(lane: Beside) -> bool:
 
 def test_the_time_of_new_work_is_learnt_from_steps_that_ran_alone():
     lane = Beside(itl_target_s=0.015)
-    lane.launched_new_work(0, Load(1.0, 20))
+    lane.launched_new_work(0, StepLoad(1.0, 20))
     assert is_waited_for(lane), "nothing is known yet"
     lane.launched(0)
     lane.ended(0, 0.060)
-    lane.launched_new_work(1, Load(1.0, 20))
+    lane.launched_new_work(1, StepLoad(1.0, 20))
     assert not is_waited_for(lane)
     lane.launched(None)
     lane.ended(1, 5.0)  # It ran beside decode steps, so its time says nothing.
-    lane.launched_new_work(2, Load(0.2, 20))
+    lane.launched_new_work(2, StepLoad(0.2, 20))
     assert is_waited_for(lane)
     lane.launched(2)
     lane.ended(2, None)
-    lane.launched_new_work(3, Load(0.5, 20))
+    lane.launched_new_work(3, StepLoad(0.5, 20))
     assert not is_waited_for(lane)
     lane.ended(3, None)
-    lane.launched_new_work(4, Load(0.5, 4))
+    lane.launched_new_work(4, StepLoad(0.5, 4))
     assert is_waited_for(lane), "few rows wait longer"
 
 
 def test_decoding_does_not_wait_for_a_short_step_behind_a_long_one():
     """It would wait for both."""
     lane = Beside(itl_target_s=0.015)
-    lane.launched_new_work(0, Load(1.0, 20))
+    lane.launched_new_work(0, StepLoad(1.0, 20))
     lane.launched(0)
     lane.ended(0, 0.060)
-    lane.launched_new_work(1, Load(1.0, 20))
-    lane.launched_new_work(2, Load(0.2, 20))
+    lane.launched_new_work(1, StepLoad(1.0, 20))
+    lane.launched_new_work(2, StepLoad(0.2, 20))
     assert not is_waited_for(lane) and lane.is_beside
     lane.launched(None)
     lane.ended(1, 0.060)
@@ -166,11 +166,11 @@ def test_decoding_does_not_wait_for_a_short_step_behind_a_long_one():
 
 def test_long_steps_leave_room_while_many_sequences_wait():
     lane = Beside(itl_target_s=0.015, room=True)
-    lane.launched_new_work(0, Load(1.0, 20, 50))
+    lane.launched_new_work(0, StepLoad(1.0, 20, 50))
     assert lane.spacing_s == 0, "nothing is known yet"
     lane.launched(0)
     lane.ended(0, 0.060)
-    short, long = Load(0.2, 20, 50), Load(1.0, 20, 50)
+    short, long = StepLoad(0.2, 20, 50), StepLoad(1.0, 20, 50)
     assert lane.leaves_room(long) and not lane.leaves_room(short)
     assert not lane.leaves_room(long._replace(num_waiting=3)), "the device would be idle"
     assert not lane.leaves_room(long._replace(num_decoding=2)), "they take little of the device"

@@ -10,7 +10,7 @@ import pytest
 
 from kestrel_engine import ConfigError
 from kestrel_engine.teaching import read_folder
-from kestrel_engine.teaching.data.examples import Answered, Boxed, Pointed
+from kestrel_engine.teaching.data.examples import AnsweredQuestion, Boxed, Pointed
 from tests.code_blocks import ROOT, code_blocks
 
 
@@ -30,7 +30,7 @@ def test_the_lines_of_the_page_are_read(tmp_path: Path) -> None:
     names = tuple({json.loads(line)["image"] for line in lines})
     images = read_folder(folder_of(tmp_path, *lines, images=names))
     kinds = {type(example) for image in images for example in image.examples}
-    assert kinds == {Answered, Pointed, Boxed}
+    assert kinds == {AnsweredQuestion, Pointed, Boxed}
     assert sum(len(image.examples) for image in images) == len(lines)
 
 
@@ -50,7 +50,7 @@ def test_examples_are_collected_by_image_and_objects_ordered_from_left_to_right(
         Pointed("nut", ((0.2, 0.4), (0.2, 0.5), (0.9, 0.1))),
         Boxed("nut", ((0, 0, 0.5, 1), (0.5, 0, 1, 1))),
     )
-    assert second.examples == (Answered("How many?", "three"),)
+    assert second.examples == (AnsweredQuestion("How many?", "three"),)
 
 
 GOOD: dict[str, Any] = {"image": "a.png", "question": "Is it?", "answer": "yes"}

@@ -7,7 +7,7 @@ import pytest
 from kestrel_engine import InvalidRequest
 from kestrel_engine.skills.base import SkillContext
 from kestrel_engine.skills.registry import SkillRegistry
-from kestrel_engine.teaching.data.examples import Answered, Boxed, Captioned, Pointed
+from kestrel_engine.teaching.data.examples import AnsweredQuestion, Boxed, Captioned, Pointed
 from kestrel_engine.teaching.data.lessons import EndTarget, write
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import Coord, Size
@@ -24,7 +24,7 @@ def context(request: pytest.FixtureRequest) -> SkillContext:
 def test_an_answer_follows_the_prompt_of_query_and_ends(context: SkillContext) -> None:
     prompt = SKILLS.get("query").build({"question": "Is it?"}, {}, context).prompt_suffix
     answer = context.codec.encode("yes")
-    lesson = write(Answered("Is it?", "yes"), context, 0.5)
+    lesson = write(AnsweredQuestion("Is it?", "yes"), context, 0.5)
     assert lesson.tokens == [*prompt, *answer] and lesson.weight == 0.5
     end = context.model.ids.eos_id
     followed = [(target.at, target.id) for target in lesson.words]
@@ -35,7 +35,7 @@ def test_an_answer_follows_the_prompt_of_query_and_ends(context: SkillContext) -
 
 
 def test_known_ids_of_an_answer_are_taken_as_they_are(context: SkillContext) -> None:
-    assert write(Answered("Is it?", "", (41, 42)), context).tokens[-2:] == [41, 42]
+    assert write(AnsweredQuestion("Is it?", "", (41, 42)), context).tokens[-2:] == [41, 42]
     lesson = write(Captioned("short", (41,)), context)
     assert lesson.tokens == [*context.model.templates.caption["short"], 41]
 
@@ -61,4 +61,4 @@ def test_points_and_boxes_follow_the_cycle_of_locate(context: SkillContext) -> N
 
 def test_a_text_that_the_skill_refuses_is_refused(context: SkillContext) -> None:
     with pytest.raises(InvalidRequest, match="question"):
-        write(Answered(" ", "yes"), context)
+        write(AnsweredQuestion(" ", "yes"), context)

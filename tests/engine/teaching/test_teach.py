@@ -11,10 +11,16 @@ import torch
 
 from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig
 from kestrel_engine.models.vision import num_distinct
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.teaching import TeachingSettings, read_folder, teach
-from kestrel_engine.teaching.data.examples import Answered, Boxed, Captioned, Pointed, TaughtImage
+from kestrel_engine.teaching.data.examples import (
+    AnsweredQuestion,
+    Boxed,
+    Captioned,
+    Pointed,
+    TaughtImage,
+)
 from kestrel_engine.teaching.judging import Score, score
 from kestrel_engine.teaching.learning.fitting import FitStep
 from kestrel_engine.teaching.learning.images import ImageEmbeddings
@@ -22,7 +28,7 @@ from kestrel_engine.teaching.learning.parameters import Parameters
 from kestrel_engine.teaching.replay import (
     GENERAL_OBJECTS,
     GENERAL_QUESTIONS,
-    Prompt,
+    ReplayPrompt,
     _answered,
     _described,
     _kept,
@@ -104,7 +110,7 @@ def test_an_adapter_of_images_changes_kept_images_as_it_changes_served_ones(
     every = {str(block) for block in range(model.config.vision.enc_n_layers)}
     assert blocks == (every if layers == "all+vision" else set())
     for path, embedding in zip(paths, changed, strict=True):
-        image = prepare(open_image(path, ImageLimits()), model.config.vision)
+        image = cut_crops(open_image(path, ImageLimits()), model.config.vision)
         crops = torch.from_numpy(image.crops[: num_distinct(len(image.crops), image.tiling)])
         with torch.no_grad():
             features = model.vision.encode_crops(crops, adapter)
@@ -119,7 +125,7 @@ async def test_what_is_there_is_not_replaced_and_errors_leave_nothing(data: Path
     images, settings = read_folder(data), TeachingSettings()
     with pytest.raises(ConfigError, match="must name the folder"):
         await teach(RuntimeConfig(device="cpu"), "ada", images, settings)
-    long = TaughtImage(images[0].path, (Answered("Why?", "so " * 1000),))
+    long = TaughtImage(images[0].path, (AnsweredQuestion("Why?", "so " * 1000),))
     with pytest.raises(ConfigError, match=r"data='0.png': an example about it has \d+ tokens"):
         await teach(config, "ada", [long, *images], settings)
     with pytest.raises(ConfigError, match="images leave none to train on"):
@@ -132,8 +138,8 @@ async def test_what_is_there_is_not_replaced_and_errors_leave_nothing(data: Path
 
 
 def test_results_are_judged_by_the_stated_rule() -> None:
-    assert score(Answered("Who?", "Ada"), {"answer": " Ada "}) == Score(1, 1)
-    assert score(Answered("Who?", "Ada"), {"answer": "ada"}) == Score(1, 0)
+    assert score(AnsweredQuestion("Who?", "Ada"), {"answer": " Ada "}) == Score(1, 1)
+    assert score(AnsweredQuestion("Who?", "Ada"), {"answer": "ada"}) == Score(1, 0)
     points = Pointed("nut", ((0.5, 0.5), (0.52, 0.5)))
     near, far = {"x": 0.54, "y": 0.5}, {"x": 0.9, "y": 0.5}
     assert score(points, {"points": [near, near]}) == Score(1, 1, 2, 2, 2)
@@ -169,17 +175,23 @@ def test_replay_leaves_out_questions_about_a_phrase_that_finds_a_labelled_object
     image = TaughtImage(Path("a.png"), (Boxed("nut", ((0.0, 0.0, 0.5, 0.5),)),))
     point = {"points": [{"x": 0.3, "y": 0.2}]}
     answers = [
-        (Prompt(Pointed("red bolt", ())), point),
-        (Prompt(Answered("Where is the red bolt?", ""), ("red bolt", "cup")), {"answer": "left"}),
-        (Prompt(Answered("Where is the cup?", ""), ("cup", "tin")), {"answer": "right"}),
-        (Prompt(Pointed("cup", ())), {"points": []}),
+        (ReplayPrompt(Pointed("red bolt", ())), point),
+        (
+            ReplayPrompt(AnsweredQuestion("Where is the red bolt?", ""), ("red bolt", "cup")),
+            {"answer": "left"},
+        ),
+        (
+            ReplayPrompt(AnsweredQuestion("Where is the cup?", ""), ("cup", "tin")),
+            {"answer": "right"},
+        ),
+        (ReplayPrompt(Pointed("cup", ())), {"points": []}),
     ]
     results = [
         (prompt, EngineResult(request_id="", output=output, finish_reason="stop"))
         for prompt, output in answers
     ]
     kept = _kept(results, image)
-    assert kept == (Answered("Where is the cup?", "right", ()), Pointed("cup", ()))
+    assert kept == (AnsweredQuestion("Where is the cup?", "right", ()), Pointed("cup", ()))
 
 
 def test_replay_asks_in_many_forms_about_the_phrases_of_an_image() -> None:
@@ -188,7 +200,11 @@ def test_replay_asks_in_many_forms_about_the_phrases_of_an_image() -> None:
     prompts = [
         prompt for i in range(60) for prompt in _prompts(rng, every[:2], every, i, ("long",))
     ]
-    asked = {prompt.example.question for prompt in prompts if isinstance(prompt.example, Answered)}
+    asked = {
+        prompt.example.question
+        for prompt in prompts
+        if isinstance(prompt.example, AnsweredQuestion)
+    }
     assert asked > set(GENERAL_QUESTIONS) and not any("{" in question for question in asked)
     assert "Is there a red cup?" in asked and "What colour is the tin?" in asked
     assert "Which is bigger, the red cup or the red tin?" in asked
@@ -196,16 +212,16 @@ def test_replay_asks_in_many_forms_about_the_phrases_of_an_image() -> None:
     assert names == {*every, *GENERAL_OBJECTS, "cup", "tin"}
     alone = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1, ("normal", "long"))]
     kinds = [type(example) for example in alone]
-    assert kinds == [Answered, Captioned, Captioned, Pointed, Pointed, Answered]
+    assert kinds == [AnsweredQuestion, Captioned, Captioned, Pointed, Pointed, AnsweredQuestion]
     without = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1, None)]
-    assert [type(example) for example in without] == [Pointed, Pointed, Answered]
+    assert [type(example) for example in without] == [Pointed, Pointed, AnsweredQuestion]
     assert without[2].question not in GENERAL_QUESTIONS
 
 
 def test_descriptions_of_images_with_labelled_objects_are_not_replayed() -> None:
     """The base model describes the new objects as old ones."""
     nut = TaughtImage(Path("a.png"), (Boxed("nut", ((0.0, 0.0, 0.5, 0.5),)),))
-    none = TaughtImage(Path("b.png"), (Pointed("nut", ()), Answered("How many?", "0")))
+    none = TaughtImage(Path("b.png"), (Pointed("nut", ()), AnsweredQuestion("How many?", "0")))
     assert _described([nut, none, nut]) == {none.path: ("normal", "long")}
     assert _described([nut]).keys() == {nut.path}, "none is without"
     plain = [TaughtImage(Path(f"{index}.png"), ()) for index in range(8)]
@@ -218,5 +234,7 @@ def test_descriptions_of_images_with_labelled_objects_are_not_replayed() -> None
 
 def test_a_description_of_the_replay_weighs_more_than_an_answer() -> None:
     context = _context(RuntimeConfig(device="cpu"))
-    answer, described = _written([Answered("Why?", "no"), Captioned("short", (40, 41))], context, 2)
+    answer, described = _written(
+        [AnsweredQuestion("Why?", "no"), Captioned("short", (40, 41))], context, 2
+    )
     assert (answer.weight, described.weight) == (2, 2 * DESCRIPTION_WEIGHT)

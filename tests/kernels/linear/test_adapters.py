@@ -9,7 +9,12 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from kestrel_engine.kernels.adapters.layer_norm import Shrunk, Summed, Whole, adapted_layer_norm
+from kestrel_engine.kernels.adapters.layer_norm import (
+    NextProducts,
+    SummedChange,
+    WholeChange,
+    adapted_layer_norm,
+)
 from kestrel_engine.kernels.adapters.rows import expand_rows, shrink_rows
 from kestrel_engine.kernels.adapters.slabs import RANKS, RowSlabs, distance, shrunk_rows
 from kestrel_engine.kernels.layer_norm import add_layer_norm
@@ -176,11 +181,14 @@ def test_the_layer_norm_of_a_decode_step(adapters, users, mlp_only):
     attended = torch.randn(rows, 3 * DIM, device=DEVICE)[:, 7 : 7 + DIM]
     before = torch.randn(rows, DIM, device=DEVICE)
     u = before.clone()
-    whole = (Whole(slabs.rows, attended, *first), Whole(slabs.rows, u, *first))
-    to_write = (Shrunk(slabs.rows, shrunk[0], up_a), Shrunk(slabs.rows, shrunk[1], first[0]))
+    whole = (WholeChange(slabs.rows, attended, *first), WholeChange(slabs.rows, u, *first))
+    to_write = (
+        NextProducts(slabs.rows, shrunk[0], up_a),
+        NextProducts(slabs.rows, shrunk[1], first[0]),
+    )
     adapted_layer_norm(
         stream, parts, owed, weight, shift, out=u,
-        summed=Summed(slabs.rows, sums, down_b),
+        summed=SummedChange(slabs.rows, sums, down_b),
         whole=() if mlp_only else whole,
         shrunk=to_write[:1] if mlp_only else to_write,
     )  # fmt: skip

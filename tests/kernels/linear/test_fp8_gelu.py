@@ -7,7 +7,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from kestrel_engine.kernels.layer_norm import FP8_MAX
-from kestrel_engine.kernels.linear.fp8_gelu import Tile, bounds, fp8_gelu
+from kestrel_engine.kernels.linear.fp8_gelu import GeluTile, bounds, fp8_gelu
 from kestrel_engine.kernels.linear.fp8_rows import (
     FP8,
     Fp8Rows,
@@ -18,7 +18,7 @@ from kestrel_engine.kernels.spared import hopper_multiprocessors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-TILE = Tile(16, 32, 32, 4, 1) if DEVICE.type == "cpu" else None
+TILE = GeluTile(16, 32, 32, 4, 1) if DEVICE.type == "cpu" else None
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and not hopper_multiprocessors(DEVICE),

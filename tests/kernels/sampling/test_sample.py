@@ -17,7 +17,7 @@ kernel = pytest.importorskip("kestrel_engine.kernels.sampling.sample")
 layout = pytest.importorskip("kestrel_engine.kernels.sampling.logits")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = kernel.Tiles(chunk=64, edges=4, fine=4, short=4, listed=16, block=32, pivots=4)
+SMALL = kernel.SamplingTiles(chunk=64, edges=4, fine=4, short=4, listed=16, block=32, pivots=4)
 """Several chunks, stretches cut twice, short and long lists, and searched rows at a small vocabulary."""
 
 
@@ -199,7 +199,7 @@ def test_a_flat_row_is_not_searched_whole():
     vocab = 51200
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0)).bfloat16()
     # One program lists what many do, and is interpreted sooner.
-    tiles = kernel.Tiles(chunk=65536) if DEVICE == "cpu" else kernel.Tiles()
+    tiles = kernel.SamplingTiles(chunk=65536) if DEVICE == "cpu" else kernel.SamplingTiles()
     work = kernel.allocate(1, vocab, DEVICE, tiles)
     check(logits, [plain(temperature=1.0, top_p=0.9, seed=7)], tiles, workspace=work)
     number, was_cut_again, _arrived = work.listed[0].tolist()

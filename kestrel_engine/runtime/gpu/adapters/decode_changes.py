@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.adapters.experts import ExpertChanges
-from ....kernels.adapters.layer_norm import Shrunk, Summed, Whole
+from ....kernels.adapters.layer_norm import NextProducts, SummedChange, WholeChange
 from ....kernels.adapters.rows import change_rows
 from ....kernels.adapters.slabs import MOST_SLABS, RANKS, shrunk_rows
 from ....kernels.linear.skinny_linear import Adapted, Expanded
@@ -36,16 +36,16 @@ class DecodeChanges:
         counts = [_num_parts(layer, rows) for layer in dense for rows in range(1, few + 1)]
         self._parts = shrunk_rows(max([0, *counts]) * few, device).view(-1)
 
-    def before(self, layer: TextLayer | None, adapters: PassAdapters) -> list[Shrunk]:
+    def before(self, layer: TextLayer | None, adapters: PassAdapters) -> list[NextProducts]:
         """Returns what the LayerNorm before ``layer`` writes; nothing behind the last layer."""
         rows = adapters.num_rows
         if layer is None or rows > MAX_ROWS:
             return []
         block, found = self._blocks[layer.index], []
         if adapters.attention is not None:
-            found.append(Shrunk(adapters.attention, self._first[:rows], block.qkv.a_at))
+            found.append(NextProducts(adapters.attention, self._first[:rows], block.qkv.a_at))
         if layer.moe is None:
-            found.append(Shrunk(adapters.mlp, self._hidden[:rows], block.fc1.a_at))
+            found.append(NextProducts(adapters.mlp, self._hidden[:rows], block.fc1.a_at))
         return found
 
     def within(self, layer: TextLayer, adapters: PassAdapters, *, hidden: bool) -> Adapted | None:
@@ -63,16 +63,16 @@ class DecodeChanges:
         up = Expanded(adapters.mlp, block.fc1.b_at, self._hidden[:rows])
         return Adapted(begin, first, up, block.fc2.a_at, self._parts_of(layer, rows))
 
-    def after_mlp(self, layer: TextLayer, adapters: PassAdapters) -> Summed | None:
+    def after_mlp(self, layer: TextLayer, adapters: PassAdapters) -> SummedChange | None:
         """Returns the change of fc2 that the LayerNorm after ``layer`` adds."""
         rows, place = adapters.num_rows, self._blocks[layer.index].fc2
         if layer.moe is not None or rows > MAX_ROWS:
             return None
-        return Summed(adapters.mlp, self._parts_of(layer, rows), place.b_at)
+        return SummedChange(adapters.mlp, self._parts_of(layer, rows), place.b_at)
 
     def after_attention(
         self, layer: TextLayer, adapters: PassAdapters, attended: Tensor, u: Tensor
-    ) -> list[Whole]:
+    ) -> list[WholeChange]:
         """Returns the changes of proj that the LayerNorm after ``layer`` adds. ``attended``: the result of attention.
         ``u``: the block's normalised input."""
         block = self._blocks[layer.index]
@@ -81,7 +81,9 @@ class DecodeChanges:
             (adapters.proj_input, u, block.proj_input),
         )
         return [
-            Whole(rows, x, place.a_at, place.b_at) for rows, x, place in given if rows is not None
+            WholeChange(rows, x, place.a_at, place.b_at)
+            for rows, x, place in given
+            if rows is not None
         ]
 
     def add_first(

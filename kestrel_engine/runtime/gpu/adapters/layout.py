@@ -29,7 +29,7 @@ TOWER_MLP, TOWER_ATTENTION, PROJECTOR = "vision.blocks.mlp", "vision.blocks.attn
 TOWER_KINDS = (TOWER_MLP, TOWER_ATTENTION)
 
 
-class Place(NamedTuple):
+class SlabPlace(NamedTuple):
     """The change of one linear layer in a slab: the offsets of A [16, columns] and B [rows, 16]; of ``experts``,
     those of A [experts, EXPERT_RANKS, columns] and B [experts, EXPERT_RANKS, rows]."""
 
@@ -45,21 +45,21 @@ class BlockPlaces:
     """The changes of one block, in the slabs of their kinds. In an MoE block, ``fc1`` and ``fc2`` are
     those of experts."""
 
-    qkv: Place
-    proj: Place
-    proj_input: Place
-    fc1: Place
-    fc2: Place
+    qkv: SlabPlace
+    proj: SlabPlace
+    proj_input: SlabPlace
+    fc1: SlabPlace
+    fc2: SlabPlace
 
 
 @dataclass(frozen=True, slots=True)
 class TowerPlaces:
     """The changes of one block of the vision tower."""
 
-    qkv: Place
-    proj: Place
-    fc1: Place
-    fc2: Place
+    qkv: SlabPlace
+    proj: SlabPlace
+    fc1: SlabPlace
+    fc2: SlabPlace
 
 
 class SlabLayout:
@@ -70,7 +70,7 @@ class SlabLayout:
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self._device = dtype, device
         self.sizes = dict.fromkeys((*KINDS, *TOWER_KINDS, PROJECTOR), 0)
-        self._places: dict[str, tuple[str, Place]] = {}
+        self._places: dict[str, tuple[str, SlabPlace]] = {}
         text, vision = model.text, model.vision
         self.blocks = [self._block(text, index) for index in range(text.n_layers)]
         self.tower = [self._tower_block(vision, index) for index in range(vision.enc_n_layers)]
@@ -108,12 +108,14 @@ class SlabLayout:
             self._place(f"{name}.mlp.fc2", TOWER_MLP, dim, inner),
         )
 
-    def _place(self, module: str, kind: str, rows: int, columns: int, experts: int = 0) -> Place:
+    def _place(
+        self, module: str, kind: str, rows: int, columns: int, experts: int = 0
+    ) -> SlabPlace:
         ranks = experts * EXPERT_RANKS or RANKS
         a_at = self.sizes[kind]
         b_at = a_at + ranks * columns
         self.sizes[kind] = b_at + ranks * rows
-        place = Place(a_at, b_at, rows, columns, experts)
+        place = SlabPlace(a_at, b_at, rows, columns, experts)
         self._places[module] = kind, place
         return place
 
@@ -172,7 +174,7 @@ class SlabLayout:
         return counts
 
 
-def _fill(slab: Tensor, place: Place, change: LowRank, index: int) -> None:
+def _fill(slab: Tensor, place: SlabPlace, change: LowRank, index: int) -> None:
     """Writes the ranks of the ``index``-th slab of a change, if it has as many."""
     each = EXPERT_RANKS if place.experts else RANKS
     ranks = slice(index * each, (index + 1) * each)

@@ -23,7 +23,7 @@ PIECE_BYTES = 2 << 20
 """Takes a PCIe 4 link 0.1 ms."""
 
 
-class Upload:
+class SlabUpload:
     """For one thread. ``reserved_bytes``: of all adapters, to take now; 0 takes memory as adapters come."""
 
     def __init__(self, device: torch.device, reserved_bytes: int) -> None:

@@ -27,7 +27,7 @@ WORKSPACE_BYTES = 128 << 20
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-class Part(Protocol):
+class QueryPart(Protocol):
     """``count`` queries of one sequence from position ``start`` on, which attend causally."""
 
     @property
@@ -142,7 +142,7 @@ class FlashInferText:
         )
 
     def plan(
-        self, parts: Sequence[Part], num_heads: int, head_dim: int, page_size: int
+        self, parts: Sequence[QueryPart], num_heads: int, head_dim: int, page_size: int
     ) -> PlannedText:
         """Plans a pass over ``parts``, whose queries follow one another in this order."""
         lengths = [part.start + part.count for part in parts]

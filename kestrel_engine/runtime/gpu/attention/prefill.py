@@ -35,7 +35,7 @@ MAX_GATHERED = 16384
 """The most positions whose keys and values the torch path copies at once."""
 
 
-class Batch(Protocol):
+class AttentionBatch(Protocol):
     """The attributes of a `PrefillBatch` that attention reads."""
 
     @property
@@ -102,7 +102,7 @@ class PrefillAttention:
     def __init__(
         self,
         choice: AttentionChoice,
-        batch: Batch,
+        batch: AttentionBatch,
         key_pool: Tensor,
         value_pool: Tensor,
         page_size: int,

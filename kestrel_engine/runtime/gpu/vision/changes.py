@@ -14,16 +14,23 @@ from torch import Tensor
 from ....kernels.adapters.rows import change_rows
 from ....kernels.adapters.slabs import RowSlabs
 from ....types.adapter import Adapter
-from ..adapters.layout import PROJECTOR, TOWER_ATTENTION, TOWER_KINDS, TOWER_MLP, Place, SlabLayout
+from ..adapters.layout import (
+    PROJECTOR,
+    TOWER_ATTENTION,
+    TOWER_KINDS,
+    TOWER_MLP,
+    SlabLayout,
+    SlabPlace,
+)
 from ..adapters.pass_slabs import PassSlabs
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class VisionChange:
     """The change of one linear layer, for rows with the slabs ``rows``."""
 
     rows: RowSlabs
-    place: Place
+    place: SlabPlace
 
     def add(self, x: Tensor, y: Tensor, *, gelu: bool = False) -> None:
         """Adds the change for the input ``x`` [rows, in] to ``y`` [rows, out]. ``gelu``: then applies the tanh GELU to
@@ -35,10 +42,10 @@ class Change:
 class BlockChanges:
     """The changes of one block of the tower."""
 
-    qkv: Change
-    proj: Change
-    fc1: Change
-    fc2: Change
+    qkv: VisionChange
+    proj: VisionChange
+    fc1: VisionChange
+    fc2: VisionChange
 
 
 class VisionChanges:
@@ -76,19 +83,19 @@ class VisionChanges:
         )
         return [
             BlockChanges(
-                Change(attention, block.qkv),
-                Change(attention, block.proj),
-                Change(mlp, block.fc1),
-                Change(mlp, block.fc2),
+                VisionChange(attention, block.qkv),
+                VisionChange(attention, block.proj),
+                VisionChange(mlp, block.fc1),
+                VisionChange(mlp, block.fc2),
             )
             for block in self._tower
         ]
 
-    def of_images(self, count: int) -> tuple[Change, Change]:
+    def of_images(self, count: int) -> tuple[VisionChange, VisionChange]:
         """Returns the changes of the projector's fc1 and fc2 for a pass over ``count`` images."""
         rows = self._images.kind(PROJECTOR, count).repeated(self._patches)
         fc1, fc2 = self._projector
-        return Change(rows, fc1), Change(rows, fc2)
+        return VisionChange(rows, fc1), VisionChange(rows, fc2)
 
 
 def changing_tower(adapters: Sequence[Adapter | None]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....exact_resize import passes
-from ....kernels.images.resample import BLOCK, JOB_WIDTH, Job, resample
+from ....kernels.images.resample import BLOCK, JOB_WIDTH, ResampleJob, resample
 from ....types.model_config import VisionConfig
 from ....types.requests import PreparedImage
 from ..footprint import ARENA_BYTES
@@ -38,7 +38,7 @@ class _Layout:
     image's own part of arena, crops and tables. ``tables``: [n] int32. ``num_bytes``: the image's part of the arena,
     for its pixels and intermediate results."""
 
-    jobs: tuple[tuple[int, Job], ...]
+    jobs: tuple[tuple[int, ResampleJob], ...]
     tables: np.ndarray
     num_bytes: int
 
@@ -113,7 +113,7 @@ class DeviceCrops:
         size = sum(layout.num_bytes for _, layout in group)
         arena = self._new_arena(size)
         crops = self._new_crops(sum(counts))
-        by_kind: list[list[Job]] = [[] for _ in KINDS]
+        by_kind: list[list[ResampleJob]] = [[] for _ in KINDS]
         begin = first_crop = first_entry = 0
         for (image, layout), count in zip(group, counts, strict=True):
             self._send_pixels(image, arena[begin:])
@@ -158,7 +158,7 @@ class DeviceCrops:
 
     def _launch(
         self,
-        by_kind: Sequence[Sequence[Job]],
+        by_kind: Sequence[Sequence[ResampleJob]],
         on_device: Mapping[str, Tensor],
         arena: Tensor,
         crops: Tensor,
@@ -185,17 +185,17 @@ class DeviceCrops:
         return self._upload({"tables": layout.tables, "jobs": _job_rows(_by_kind(layout))})
 
 
-def _by_kind(layout: _Layout) -> list[list[Job]]:
+def _by_kind(layout: _Layout) -> list[list[ResampleJob]]:
     """Returns the jobs of an image that is alone, by kind."""
     return [[job for kind, job in layout.jobs if kind == wanted] for wanted in range(len(KINDS))]
 
 
-def _job_rows(by_kind: Sequence[Sequence[Job]]) -> np.ndarray:
+def _job_rows(by_kind: Sequence[Sequence[ResampleJob]]) -> np.ndarray:
     """Returns the jobs in the order of their launches, [n, JOB_WIDTH] int32."""
     return np.array([job for same in by_kind for job in same], np.int32).reshape(-1, JOB_WIDTH)
 
 
-def _moved(kind: int, job: Job, begin: int, crops: int, tables: int) -> Job:
+def _moved(kind: int, job: ResampleJob, begin: int, crops: int, tables: int) -> ResampleJob:
     """Returns ``job`` with absolute offsets, for an image at byte ``begin`` of the arena, element ``crops`` of the
     crops and entry ``tables`` of the tables."""
     _, wide_in, wide_out = KINDS[kind]
@@ -217,7 +217,7 @@ def _layout(width: int, height: int, tiling: tuple[int, int], vision: VisionConf
         targets.append((to_width, to_height, tiling, 1))
     free = _aligned(width * height * 3)
     entries = 0
-    jobs: list[tuple[int, Job]] = []
+    jobs: list[tuple[int, ResampleJob]] = []
     tables: list[np.ndarray] = []
     for to_width, to_height, (down, across), first_crop in targets:
         steps = passes(width, height, to_width, to_height)
@@ -230,7 +230,7 @@ def _layout(width: int, height: int, tiling: tuple[int, int], vision: VisionConf
                 now_width = step.target
             kept = step is steps[-1]
             result = first_crop * side**2 * 3 if kept else free
-            job = Job(
+            job = ResampleJob(
                 source=source // (2 if step.wide_in else 1),
                 result=result // (2 if step.wide_out else 1),
                 pitch=pitch,

@@ -26,7 +26,7 @@ WITH_ROOM = range(28, 49)
 has no more crops by default. Each number takes another graph at the start."""
 
 
-class PassShape(NamedTuple):
+class CropPassShape(NamedTuple):
     """The shape of a captured pass. ``adapted``: an adapter of one of its crops changes the tower. ``with_room``: it
     leaves room for decode steps."""
 
@@ -57,7 +57,7 @@ class VisionGraphs:
             (max_crops, side, side, config.in_channels), dtype=torch.uint8, device=weight.device
         )
         self._features = weight.new_zeros((max_crops, config.grid**2, config.enc_dim))
-        self.graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[CropPassShape, torch.cuda.CUDAGraph] = {}
         # With adapters, not every number of crops has a graph, so that the start takes little longer.
         rungs = (
             () if vision.changes is None else (*(n for n in BATCHES if n < max_crops), max_crops)
@@ -65,10 +65,10 @@ class VisionGraphs:
         self._adapted_rungs: tuple[int, ...] = rungs
 
     @property
-    def shapes(self) -> list[PassShape]:
+    def shapes(self) -> list[CropPassShape]:
         """All shapes, the largest first, so that smaller graphs reuse the memory of larger ones."""
-        adapted = [PassShape(count, True) for count in reversed(self._adapted_rungs)]
-        plain = [PassShape(count) for count in range(self._max_crops, 0, -1)]
+        adapted = [CropPassShape(count, True) for count in reversed(self._adapted_rungs)]
+        plain = [CropPassShape(count) for count in range(self._max_crops, 0, -1)]
         if not self._with_room:
             return adapted + plain
         roomy = [each._replace(with_room=True) for each in plain if each.crops in WITH_ROOM]
@@ -109,14 +109,14 @@ class VisionGraphs:
             out[first : first + len(part)].copy_(self._features[: len(part)])
         return out
 
-    def _sent(self, adapters: Sequence[Adapter | None], count: int) -> PassShape:
+    def _sent(self, adapters: Sequence[Adapter | None], count: int) -> CropPassShape:
         """Returns the shape of a pass over ``count`` crops, and enqueues the copy of where their adapters are."""
         # Without rungs, `send_adapters` refuses adapters.
         padded = next((rung for rung in self._adapted_rungs if rung >= count), count)
         adapted = self._vision.send_adapters(adapters, padded)
-        return PassShape(padded if adapted else count, adapted)
+        return CropPassShape(padded if adapted else count, adapted)
 
-    def body(self, shape: PassShape) -> None:
+    def body(self, shape: CropPassShape) -> None:
         count = shape.crops
         self._vision.encode_pass(self._crops[:count], self._features[:count], adapted=shape.adapted)
 

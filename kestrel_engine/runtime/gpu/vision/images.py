@@ -12,7 +12,7 @@ from ....types.adapter import Adapter
 from ....types.requests import PreparedImage
 from ....types.step import EncodeSlice, ImageRead
 from ...kept_crops import KeptCrops
-from ...reading import Fetched, fetch
+from ...reading import PendingReading, fetch
 from ..state.staging import ImageUploader, Uploader
 from .crop_graphs import captured_crops
 from .device_crops import DeviceCrops
@@ -111,7 +111,7 @@ class EncodedImages:
         self._upload(features.view(np.uint8), sent.view(torch.uint8))
         return torch.cat([self._bos[None], sent.to(self._bos.dtype)])
 
-    def reading(self, read: ImageRead) -> Fetched:
+    def reading(self, read: ImageRead) -> PendingReading:
         """Enqueues the copies. The image was encoded."""
         key, spec, crops = read.image.key, read.spec, None
         if spec.crops:

@@ -40,7 +40,7 @@ MAX_IMAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class VisionBlock:
+class FusedBlock:
     """The weights of a block. ``pending``: the bias sums that LayerNorms 1 and 2 add, both [enc_dim] float32."""
 
     ln1: LayerNorm
@@ -61,7 +61,7 @@ class Fp8Block:
     fc2: Fp8Linear
 
     @classmethod
-    def of(cls, block: VisionBlock) -> Fp8Block:
+    def of(cls, block: FusedBlock) -> Fp8Block:
         assert block.fc1.bias is not None
         return cls(
             Fp8Linear.of(block.qkv.weight, block.qkv.bias),
@@ -105,7 +105,7 @@ class FusedVision:
             ]
         )
         self.blocks = [
-            VisionBlock(
+            FusedBlock(
                 ln1=LayerNorm.load(tensors, f"{name}.ln1"),
                 qkv=Linear.load(tensors, f"{name}.attn.qkv"),
                 proj=tensors[f"{name}.attn.proj.weight"],

@@ -21,7 +21,7 @@ import numpy as np
 import pyvips
 
 from kestrel_engine.config.images import ImageLimits
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.images import EncodedImage
 from kestrel_engine.types.model_config import VisionConfig
 
@@ -137,7 +137,7 @@ def measure(path: Path) -> dict[str, float]:
         before = _status("VmRSS:") - len(data)
         spent = time.process_time()
         image = EncodedImage(data, LIMITS)
-        prepare(image.begin(), VISION)
+        cut_crops(image.begin(), VISION)
         spent = time.process_time() - spent
     return {
         "pixels": image.cost.pixels,

@@ -16,7 +16,7 @@ from kestrel_engine.errors import (
     InvalidRequest,
     UnsupportedImageError,
 )
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding import plain_jpeg
 from kestrel_engine.preprocess.decoding.heif_probes import HEIF_PROBES
 from kestrel_engine.preprocess.decoding.images import FORMATS, open_image
@@ -51,7 +51,7 @@ def decode(source) -> np.ndarray:
 
 
 def key(source) -> str:
-    return prepare(open_image(source, LIMITS), VisionConfig()).key
+    return cut_crops(open_image(source, LIMITS), VisionConfig()).key
 
 
 LOSSLESS = {

@@ -17,7 +17,7 @@ from kestrel_engine.errors import (
     ImageTooLargeError,
     UnsupportedImageError,
 )
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.preprocess.processes import decoder_process
 from tests.engine.preprocess.decoders import decoders, held_up
@@ -38,7 +38,7 @@ async def test_gives_what_the_functions_give(make_pool, tmp_path):
     path = tmp_path / "image.png"
     path.write_bytes(data)
     image = pyvips.Image.new_from_memory(array.data, 120, 90, 3, "uchar")
-    of_array, of_file = (prepare(open_image(source, LIMITS), VISION) for source in (array, data))
+    of_array, of_file = (cut_crops(open_image(source, LIMITS), VISION) for source in (array, data))
     assert of_array.key != of_file.key
     for source in (data, bytearray(data), array, path, image):
         began = time.perf_counter()
@@ -65,7 +65,7 @@ async def test_without_a_segment_for_the_next_image_a_decoder_is_replaced(
             with pytest.raises(EngineOverloaded, match="Too many open files"):
                 await pool.prepare(pixels(1))
     found = await pool.prepare(pixels(2))
-    assert found.image.key == prepare(open_image(pixels(2), LIMITS), VISION).key
+    assert found.image.key == cut_crops(open_image(pixels(2), LIMITS), VISION).key
     assert first not in decoders()
 
 
@@ -78,14 +78,14 @@ async def test_an_image_right_after_another_has_its_own_crops(make_pool):
     pool = make_pool()
     found = [await pool.prepare(pixels(seed)) for seed in range(3)]
     for seed, each in enumerate(found):
-        expected = prepare(open_image(pixels(seed), LIMITS), VISION)
+        expected = cut_crops(open_image(pixels(seed), LIMITS), VISION)
         assert np.array_equal(each.image.crops, expected.crops)
 
 
 async def test_a_split_image_has_the_same_crops(make_pool):
     pool = make_pool(3)
     data = png(850, 600)
-    found, expected = await pool.prepare(data), prepare(open_image(data, LIMITS), VISION)
+    found, expected = await pool.prepare(data), cut_crops(open_image(data, LIMITS), VISION)
     assert found.image.key == expected.key
     assert np.array_equal(found.image.crops, expected.crops)
 
@@ -99,7 +99,7 @@ async def test_crops_stay_as_they_are_whatever_their_decoder_does_next(make_pool
     pool.close()
     await until(lambda: not decoders() & used)
     for source, image in zip(sources, found, strict=True):
-        assert np.array_equal(image.crops, prepare(open_image(source, LIMITS), VISION).crops)
+        assert np.array_equal(image.crops, cut_crops(open_image(source, LIMITS), VISION).crops)
 
 
 async def test_images_leave_no_descriptor_open(make_pool):
@@ -116,7 +116,7 @@ async def test_images_leave_no_descriptor_open(make_pool):
 
 async def test_images_up_to_a_size_keep_their_pixels_for_the_device(make_pool):
     pool = make_pool(device_pixels=120 * 90)
-    found, expected = await pool.prepare(png()), prepare(open_image(png(), LIMITS), VISION)
+    found, expected = await pool.prepare(png()), cut_crops(open_image(png(), LIMITS), VISION)
     assert found.image.crops is None and found.image.key == expected.key
     assert np.array_equal(found.image.pixels, open_image(png(), LIMITS).pixels)
     assert (found.image.tiling, found.image.num_crops) == (expected.tiling, expected.num_crops)

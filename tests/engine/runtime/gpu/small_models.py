@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.types.model_config import ModelConfig, parse_model_config
 from kestrel_engine.types.requests import PreparedImage
@@ -87,7 +87,7 @@ def both_ways(
     """One image of noise with its crops, and with its pixels."""
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     image = DecodedImage(pixels)
-    prepared = [prepare(image, config.vision, device_pixels=n) for n in (0, width * height)]
+    prepared = [cut_crops(image, config.vision, device_pixels=n) for n in (0, width * height)]
     with_crops, with_pixels = (replace(each, key=key) for each in prepared)
     assert with_crops.pixels is None and with_pixels.crops is None
     return with_crops, with_pixels

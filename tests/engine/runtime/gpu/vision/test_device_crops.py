@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from kestrel_engine.config.images import ImageLimits
 from kestrel_engine.models.vision import num_distinct
-from kestrel_engine.preprocess.crops import prepare, select_tiling
+from kestrel_engine.preprocess.crops import cut_crops, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.decoding.images import open_image
 from kestrel_engine.runtime.gpu.capture import record_graph
@@ -53,7 +53,7 @@ def as_pixels(image: DecodedImage, vision: VisionConfig) -> PreparedImage:
 def assert_equal_crops(images: list[DecodedImage], vision: VisionConfig) -> None:
     found = maker(vision)([as_pixels(image, vision) for image in images])
     for image, crops in zip(images, found, strict=True):
-        wanted = prepare(image, vision)
+        wanted = cut_crops(image, vision)
         assert wanted.crops is not None
         distinct = num_distinct(wanted.num_crops, wanted.tiling)
         assert np.array_equal(crops.cpu().numpy(), wanted.crops[:distinct]), (
@@ -201,7 +201,7 @@ def test_images_that_come_alone_are_made_by_graphs(monkeypatch):
             make.capture()
         assert record.replays == 5
         for image, crops in found:
-            wanted = prepare(image, SMALL)
+            wanted = cut_crops(image, SMALL)
             assert np.array_equal(crops.cpu().numpy(), wanted.crops[: len(crops)])
 
 
@@ -215,7 +215,7 @@ def test_images_that_no_graph_makes(monkeypatch):
             for count in (2, 1, 1, 1):
                 images = [noise(*size)] * count
                 for crops in make([as_pixels(image, SMALL) for image in images]):
-                    wanted = prepare(images[0], SMALL)
+                    wanted = cut_crops(images[0], SMALL)
                     assert np.array_equal(crops.cpu().numpy(), wanted.crops[: len(crops)])
                 make.capture()
         assert record.replays == 1

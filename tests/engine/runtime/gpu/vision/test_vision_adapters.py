@@ -12,7 +12,7 @@ from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
 from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.runtime.gpu.vision.graphs import PassShape, VisionGraphs
+from kestrel_engine.runtime.gpu.vision.graphs import CropPassShape, VisionGraphs
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.embedding import EmbeddingSpec
@@ -169,7 +169,7 @@ def test_captured_passes():
     names = [None, "tower", "projector", "mlp", "all"] * 2 + ["mlp"]
     adapters = [ADAPTERS[name] for name in names]
     got = graphs.encode_crops(crops, adapters)
-    assert ran == [PassShape(12, True)]
+    assert ran == [CropPassShape(12, True)]
     for name in {None, "tower", "mlp", "projector"}:
         own = [index for index, each in enumerate(names) if each == name]
         weights = TENSORS if name is None else merged(TENSORS, CHANGES[name])
@@ -178,7 +178,7 @@ def test_captured_passes():
     # Adapters that leave the tower as it is take the passes without adapters.
     graphs.encode_crops(crops[:3], [None, ADAPTERS["projector"], None])
     graphs.encode_crops(crops[:2])
-    assert ran[1:] == [PassShape(3), PassShape(2)]
+    assert ran[1:] == [CropPassShape(3), CropPassShape(2)]
 
 
 def test_which_crops_are_shared():

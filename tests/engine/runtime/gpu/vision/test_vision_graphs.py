@@ -2,7 +2,7 @@
 
 import torch
 
-from kestrel_engine.runtime.gpu.vision.graphs import PassShape, VisionGraphs
+from kestrel_engine.runtime.gpu.vision.graphs import CropPassShape, VisionGraphs
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision, even_size
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from tests.engine.runtime.gpu.small_models import small_model
@@ -50,10 +50,10 @@ def test_passes_have_about_one_size():
 @torch.inference_mode()
 def test_crops_beyond_the_largest_pass_go_in_passes_of_one_size():
     vision = tower()
-    graphs, ran = graphs_of(vision, [PassShape(count) for count in (1, 2, 3)])
+    graphs, ran = graphs_of(vision, [CropPassShape(count) for count in (1, 2, 3)])
     crops = random_crops(vision, 4)
     assert torch.allclose(graphs.encode_crops(crops), vision.encode_crops(crops), atol=1e-5)
-    assert ran == [PassShape(2), PassShape(2)]
+    assert ran == [CropPassShape(2), CropPassShape(2)]
     kept = graphs.encode_crops(crops[:1])
     graphs.encode_crops(crops[1:2])
     assert torch.allclose(kept, vision.encode_crops(crops[:1]), atol=1e-5), "the next pass took it"
@@ -62,18 +62,18 @@ def test_crops_beyond_the_largest_pass_go_in_passes_of_one_size():
 @torch.inference_mode()
 def test_a_pass_leaves_room_where_such_a_graph_exists():
     vision = tower()
-    roomy = PassShape(3, with_room=True)
-    graphs, ran = graphs_of(vision, [roomy, PassShape(3), PassShape(2)])
+    roomy = CropPassShape(3, with_room=True)
+    graphs, ran = graphs_of(vision, [roomy, CropPassShape(3), CropPassShape(2)])
     crops = random_crops(vision, 3)
     for count, leave_room in ((3, True), (2, True), (3, False)):
         found = graphs.encode_crops(crops[:count], leave_room=leave_room)
         assert torch.allclose(found, vision.encode_crops(crops[:count]), atol=1e-5)
-    assert ran == [roomy, PassShape(2), PassShape(3)]
+    assert ran == [roomy, CropPassShape(2), CropPassShape(3)]
 
 
 def test_large_passes_are_captured_with_room_too():
     vision = tower()
-    plain = [PassShape(count) for count in range(30, 0, -1)]
+    plain = [CropPassShape(count) for count in range(30, 0, -1)]
     assert VisionGraphs(vision, None, max_crops=30).shapes == plain
-    roomy = [PassShape(count, with_room=True) for count in (30, 29, 28)]
+    roomy = [CropPassShape(count, with_room=True) for count in (30, 29, 28)]
     assert VisionGraphs(vision, None, max_crops=30, with_room=True).shapes == plain + roomy
