@@ -18,7 +18,7 @@ from kestrel_client import AsyncKestrelClient
 from .callers import ServedTarget
 from .chart_trace import ChartTrace, Question, load_images, store_images
 from .processes import ChildProcess
-from .trace_run import Asked, RunPlan, run_trace
+from .trace_run import Exchange, RunPlan, run_trace
 
 Target = str | tuple[str, ...]
 """The target of a client: an address, or those of several servers."""
@@ -54,9 +54,9 @@ class ClientProcesses:
                 own = numbers[index :: plan.in_flight]
             pipe.send((replace(plan, in_flight=callers), list(own)))
 
-    def collect(self) -> list[Asked]:
+    def collect(self) -> list[Exchange]:
         """Waits for the end of the run and returns all answers. Raises RuntimeError if a call failed."""
-        asked: list[Asked] = []
+        asked: list[Exchange] = []
         for pipe in self._pipes:
             found = pipe.recv()
             if isinstance(found, str):
@@ -64,7 +64,7 @@ class ClientProcesses:
             asked += found
         return asked
 
-    def run(self, plan: RunPlan, numbers: Sequence[int]) -> list[Asked]:
+    def run(self, plan: RunPlan, numbers: Sequence[int]) -> list[Exchange]:
         self.begin(plan, numbers)
         return self.collect()
 

@@ -17,7 +17,7 @@ PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class Exchange:
     """An answered question. Times are those of the monotonic clock, which all processes of a machine share."""
 
     is_repeat: bool
@@ -43,11 +43,11 @@ class RunPlan:
 
 async def run_trace(
     target: Target, trace: ChartTrace, plan: RunPlan, numbers: Sequence[int] | None = None
-) -> list[Asked]:
+) -> list[Exchange]:
     """Sends the questions ``numbers`` (default: all) in order. Raises the first error of a call."""
     waiting = iter(range(len(trace.questions)) if numbers is None else numbers)
     total = len(trace.questions) if numbers is None else len(numbers)
-    asked: list[Asked] = []
+    asked: list[Exchange] = []
     began = reported_at = time.monotonic()
 
     async def caller() -> None:
@@ -60,7 +60,7 @@ async def run_trace(
                 trace.images[question.image], question.text, plan.tokens, plan.sampling
             )
             now = time.monotonic()
-            asked.append(Asked(question.is_repeat, start, now, answer))
+            asked.append(Exchange(question.is_repeat, start, now, answer))
             if now - reported_at > PROGRESS_S:
                 reported_at = now
                 rate = len(asked) / (now - began)
@@ -75,12 +75,12 @@ async def run_trace(
     return asked
 
 
-def span(asked: Sequence[Asked]) -> tuple[float, float]:
+def span(asked: Sequence[Exchange]) -> tuple[float, float]:
     """Returns the times of the first question and of the last answer."""
     return min(a.began for a in asked), max(a.ended for a in asked)
 
 
-def summary(asked: Sequence[Asked]) -> Row:
+def summary(asked: Sequence[Exchange]) -> Row:
     """Returns the rates of the whole run, and times in ms."""
     begin, end = span(asked)
     seconds = end - begin
@@ -104,7 +104,7 @@ def summary(asked: Sequence[Asked]) -> Row:
     }
 
 
-def busy_rate(asked: Sequence[Asked], in_flight: int) -> float:
+def busy_rate(asked: Sequence[Exchange], in_flight: int) -> float:
     """Returns the requests/s between the first ``in_flight`` answers and the last ones; nan if there are fewer than
     three times as many.
 
@@ -118,7 +118,7 @@ def busy_rate(asked: Sequence[Asked], in_flight: int) -> float:
     return (len(inner) - 1) / (inner[-1] - inner[0])
 
 
-def parts(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
+def parts(asked: Sequence[Exchange]) -> dict[str, list[Exchange]]:
     """Returns the answers about new images and those about repeated images."""
     return {
         "uncached": [a for a in asked if not a.is_repeat],
@@ -126,7 +126,7 @@ def parts(asked: Sequence[Asked]) -> dict[str, list[Asked]]:
     }
 
 
-def part_summary(asked: Sequence[Asked]) -> Row:
+def part_summary(asked: Sequence[Exchange]) -> Row:
     """Returns times in ms; nan without answers."""
     took = [1e3 * a.answer.seconds for a in asked]
     ttft = [a.answer.ttft_ms for a in asked]

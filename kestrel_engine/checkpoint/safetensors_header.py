@@ -46,9 +46,9 @@ def read_header(file: Path, opened: BinaryIO, most_bytes: int = _MOST_BYTES) -> 
         if not isinstance(metadata, dict):
             raise TypeError("__metadata__")
         tensors, begins = {}, {}
-        for name, told in header.items():
-            shape, (begin, end) = tuple(told["shape"]), told["data_offsets"]
-            stored = StoredTensor(name, shape, str(told["dtype"]), file)
+        for name, entry in header.items():
+            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+            stored = StoredTensor(name, shape, str(entry["dtype"]), file)
             if (
                 not all(type(n) is int and n >= 0 for n in (*shape, begin, end))
                 or end > room - size

@@ -213,7 +213,7 @@ def _replacements(card: Card) -> list[tuple[Any, str, Any]]:
         shared_memory_per_block_optin=card.shared_memory_per_block,
         total_memory=card.memory,
     )
-    told = {
+    answers = {
         "is_available": True,
         "device_count": 1,
         "current_device": 0,
@@ -231,7 +231,7 @@ def _replacements(card: Card) -> list[tuple[Any, str, Any]]:
     }
     made = dict.fromkeys(("Stream", "Event", "CUDAGraph"), _Nothing)
     return [
-        *((torch.cuda, name, _always(value)) for name, value in told.items()),
+        *((torch.cuda, name, _always(value)) for name, value in answers.items()),
         *((torch.cuda, name, value) for name, value in made.items()),
         (torch, "Generator", _Generator),
         (torch.Tensor, "pin_memory", lambda self: self),

@@ -107,8 +107,8 @@ class _Block(nn.Module):
         looked = self.cross_attn_token_to_image(tokens + tokens_pe, at_image, image)
         tokens = self.norm2(tokens + looked)
         tokens = self.norm3(tokens + self.mlp(tokens))
-        told = self.cross_attn_image_to_token(at_image, tokens + tokens_pe, tokens)
-        return tokens, self.norm4(image + told)
+        change = self.cross_attn_image_to_token(at_image, tokens + tokens_pe, tokens)
+        return tokens, self.norm4(image + change)
 
 
 class Refiner(nn.Module):

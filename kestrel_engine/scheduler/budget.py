@@ -44,7 +44,7 @@ class Allowance:
         return min(self._used, 1.0)
 
     @property
-    def work(self) -> float:
+    def amount(self) -> float:
         """The used amount, as a multiple of all new work that one step may hold beside decoding."""
         return self._used * self._scale
 

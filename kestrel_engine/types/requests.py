@@ -330,8 +330,8 @@ def check_place(
     """Returns a point, a box, or either, as ``lengths`` says: how many numbers it may have. Raises InvalidRequest."""
     place = _plain(place)
     if not isinstance(place, (list, tuple)) or len(place) not in lengths:
-        told = " or ".join({2: "2 numbers (point)", 4: "4 (box)"}[length] for length in lengths)
-        raise InvalidRequest(field, f"must have {told}")
+        counts = " or ".join({2: "2 numbers (point)", 4: "4 (box)"}[length] for length in lengths)
+        raise InvalidRequest(field, f"must have {counts}")
     for value in place:
         if not is_number(value) or not 0 <= value <= 1:
             raise InvalidRequest(field, f"{value!r} is not a number in [0, 1]")

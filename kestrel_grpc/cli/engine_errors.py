@@ -13,7 +13,7 @@ from ..settings.model import config_error
 
 
 @contextmanager
-def told(args: argparse.Namespace, *failures: type[Exception]) -> Iterator[None]:
+def command_errors(args: argparse.Namespace, *failures: type[Exception]) -> Iterator[None]:
     """Raises ConfigError as SettingsError, which names flag, variable or key, and ``failures`` (else: all errors of the
     engine) as CommandError."""
     known = failures or (KestrelError,)

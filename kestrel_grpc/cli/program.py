@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kestrel_client.commands import program
-from kestrel_client.commands.parser import Entry, Program, entries
+from kestrel_client.commands.parser import CommandEntry, Program, entries
 
 from .. import __version__
 
@@ -41,7 +41,7 @@ _HERE = entries(
         },
     },
 )
-_DEMO = Entry(
+_DEMO = CommandEntry(
     "kestrel_client.commands.demo",
     "serve",
     "serve the bundled model, call every method, draw the answers",

@@ -29,7 +29,7 @@ from ..workers.front.front import check_installed
 from ..workers.plan import plan_workers, shared_addresses
 from ..workers.restarts import WorkersError
 from ..workers.supervisor import supervise
-from .engine_errors import told
+from .engine_errors import command_errors
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     problem = temporary_folder_problem()
     if problem is not None:
         raise CommandError(problem)
-    with told(args):  # A misspelt name is known before the server listens.
+    with command_errors(args):  # A misspelt name is known before the server listens.
         for runtime in runtimes:
             maintenance.served_name(runtime)
     # Only processes that serve import plug-ins. The supervisor does not.
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if problem is not None:
         logger.warning("%s", problem)
     try:
-        with told(args, AddressError, WorkersError):
+        with command_errors(args, AddressError, WorkersError):
             if skills is None:
                 return asyncio.run(supervise(config, settled.runtime))
             return _serve_alone(config, runtimes, skills)
@@ -109,7 +109,7 @@ def _check(
     from ..process.serving import FAILURES
     from ..security.listening import check_files_and_addresses
 
-    with told(args, *FAILURES):
+    with command_errors(args, *FAILURES):
         skill_registry(config.skills, name_of(args, "--skill"))
         if config.workers.count > 1:
             plan_workers(config, runtimes[0], shared_addresses(config), os.environ)

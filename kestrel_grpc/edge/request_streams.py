@@ -256,14 +256,14 @@ class _Request:
 
     async def refuse(self, call: Call, error: Exception) -> None:
         """Writes the message that answers the request. Raises ``error`` if it must end the stream."""
-        told = None
+        response = None
         if not isinstance(error, (SlowReader, grpc.aio.InternalError)):
             described = complaint(error, call.request_id)
-            told = self._stream.method.kind.refuse(self._message, described, call.metadata)
-        if told is None:
+            response = self._stream.method.kind.refuse(self._message, described, call.metadata)
+        if response is None:
             self._stream.call.message = self._message
             raise error
-        await self.write(told)
+        await self.write(response)
 
     def time_remaining(self) -> float | None:
         left: float | None = self._stream.call.context.time_remaining()

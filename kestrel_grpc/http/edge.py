@@ -25,7 +25,7 @@ from .body import BODY_COPIES, Bodies, content_length
 from .context import HttpContext, Receive, Scope, Send
 from .fetching import Addresses, ImageFetcher
 from .fields import Fields, json_fields
-from .forms import JSON, SSE, Form, Whole
+from .forms import JSON, SSE, ByteResponse, Form
 from .refusals import Rename
 
 INLINE_BYTES = 256 * 1024
@@ -154,8 +154,8 @@ class _Exchange:
             response = await service_call.behaviour(request, context)
             if service_call.events is None:
                 body = service_call.answer(response)
-                is_whole = isinstance(body, Whole)
-                await self._whole(200, body if is_whole else Whole(orjson.dumps(body), JSON))
+                is_whole = isinstance(body, ByteResponse)
+                await self._whole(200, body if is_whole else ByteResponse(orjson.dumps(body), JSON))
             else:
                 await self._stream(self._endpoint.form.ending)
                 await self._body(b"", has_more=False)
@@ -167,14 +167,15 @@ class _Exchange:
 
     async def refuse(self, call: Call, error: Exception) -> None:
         """Sends an error: as a response, or as the last part of a stream that has begun."""
-        told = self._endpoint.form.told(error, call, self._rename)
+        response = self._endpoint.form.error_response(error, call, self._rename)
         if not self._has_begun:
-            await self._whole(told.status, told.whole)
+            await self._whole(response.status, response.whole)
             return
-        await self._stream(told.event if self._failed is None else self._failed(told.whole.data))
+        failed = self._failed
+        await self._stream(response.event if failed is None else failed(response.whole.data))
         await self._body(b"", has_more=False)
 
-    async def _whole(self, status: int, body: Whole) -> None:
+    async def _whole(self, status: int, body: ByteResponse) -> None:
         kind = (b"content-type", body.content_type)
         length = (b"content-length", str(len(body.data)).encode())
         await self._begin(status, (kind, length, *body.headers))

@@ -16,7 +16,7 @@ JSON = b"application/json"
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class ByteResponse:
     """A response that does not consist of JSON only. ``headers``: additional to length, type and ids."""
 
     data: bytes
@@ -25,12 +25,12 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ErrorResponse:
     """An error for the client: ``status`` and ``whole`` if nothing has been sent yet, or else ``event``, the last part
     of the stream."""
 
     status: int
-    whole: Whole
+    whole: ByteResponse
     event: bytes
 
 
@@ -45,7 +45,7 @@ class Form(Protocol):
     def ending(self) -> bytes:
         """The last part of a stream that succeeds."""
 
-    def told(self, error: Exception, call: Call, rename: Rename) -> Told:
+    def error_response(self, error: Exception, call: Call, rename: Rename) -> ErrorResponse:
         """Describes an error. ``rename``: as of refusal."""
 
 
@@ -58,10 +58,10 @@ class JsonForm:
     error_event: Callable[[dict[str, Any]], bytes]
     ending: bytes = b""
 
-    def told(self, error: Exception, call: Call, rename: Rename) -> Told:
+    def error_response(self, error: Exception, call: Call, rename: Rename) -> ErrorResponse:
         status, body, headers = refusal(error, complaint(error, call.request_id), rename)
-        whole = Whole(orjson.dumps(self.error(body)), JSON, headers)
-        return Told(status, whole, self.error_event(body))
+        whole = ByteResponse(orjson.dumps(self.error(body)), JSON, headers)
+        return ErrorResponse(status, whole, self.error_event(body))
 
 
 def sent_event(values: dict[str, Any], name: str = "") -> bytes:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from kestrel_client.commands.flags import Parser
-from kestrel_client.commands.sources import Setting as Setting
+from kestrel_client.commands.sources import FlagSetting as FlagSetting
 from kestrel_client.commands.sources import SettingsError as SettingsError
 from kestrel_client.commands.sources import Source
 from kestrel_client.commands.sources import name_of as name_of
@@ -25,7 +25,7 @@ CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = "KESTREL_CONFIG"
 
 
-def read_config_file(parser: Parser, known: Callable[[], Sequence[Setting]]) -> None:
+def read_config_file(parser: Parser, known: Callable[[], Sequence[FlagSetting]]) -> None:
     """Lets ``--config`` of ``parser``, or the variable, name a file. ``known`` returns the settings of all commands."""
 
     def opened(args: argparse.Namespace) -> ConfigFile | None:
@@ -48,7 +48,7 @@ class ConfigFile:
     name: str
     tables: Mapping[str, Any]
 
-    def value(self, setting: Setting) -> tuple[Any, Source] | None:
+    def value(self, setting: FlagSetting) -> tuple[Any, Source] | None:
         """The setting's value in the file; None if the file does not set it. Raises SettingsError."""
         if setting.section is None:
             return None
@@ -57,7 +57,7 @@ class ConfigFile:
             return None
         return setting.from_file(table[setting.key], f"{self.name}:{setting.section}.{setting.key}")
 
-    def check(self, known: Sequence[Setting]) -> None:
+    def check(self, known: Sequence[FlagSetting]) -> None:
         """Raises SettingsError for an unknown section or key. The message suggests the closest known name."""
         places = {each.key: each.section for each in known if each.section is not None}
         sections = tuple(dict.fromkeys(places.values()))

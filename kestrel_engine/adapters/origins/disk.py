@@ -129,7 +129,7 @@ class AdapterDisk:
         try:
             expected = fetch(Staging(name, partial, self._closing, self._most, make_room))
             files = {file: _sha256(partial / file) for file in expected}
-            if any(told not in (None, files[file]) for file, told in expected.items()):
+            if any(known not in (None, files[file]) for file, known in expected.items()):
                 raise AdapterUnavailable(f"{name!r} arrived damaged; try again")
             listed = {"key": key, "name": name, "files": files}
             (partial / LIST_NAME).write_text(json.dumps(listed), encoding="utf-8")

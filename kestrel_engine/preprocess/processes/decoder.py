@@ -285,7 +285,7 @@ class ImageDecoder:
         left = deque(pieces)
         lock = threading.Lock()
 
-        def work() -> None:
+        def take_pieces() -> None:
             while True:
                 with lock:
                     if not left:
@@ -293,9 +293,9 @@ class ImageDecoder:
                     piece = left.popleft()
                 piece()
 
-        helpers = [self._threads.submit(work) for _ in range(threads - 1)]
+        helpers = [self._threads.submit(take_pieces) for _ in range(threads - 1)]
         try:
-            work()
+            take_pieces()
         finally:
             with lock:
                 left.clear()

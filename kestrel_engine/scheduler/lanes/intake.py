@@ -113,11 +113,10 @@ class Intake:
         for sequence in order:
             if allowance.is_spent:
                 break
-            before = allowance.work
+            before = allowance.amount
             draft.add_new_work(sequence, allowance)
-            work = allowance.work - before
             assert sequence.account is not None
-            self._shares.charge(sequence.account, work)
+            self._shares.charge(sequence.account, allowance.amount - before)
         return allowance.used, sum(1 for sequence in order if sequence.needs_prefill)
 
     def add_masks(self, draft: Draft) -> None:

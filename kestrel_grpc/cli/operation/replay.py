@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(_in_process(args, replay.read_captured(args)))
 
 
-async def _in_process(args: argparse.Namespace, captured: replay.Captured) -> int:
+async def _in_process(args: argparse.Namespace, captured: replay.CapturedCall) -> int:
     """Runs the request with a server in this process, on a private unix socket. Returns the exit status."""
     from kestrel_engine import InferenceEngine
 
@@ -44,7 +44,7 @@ async def _in_process(args: argparse.Namespace, captured: replay.Captured) -> in
     from ...process.startup_progress import LoadingProgress
     from ...settings.model import runtime_config
     from ...settings.server import ServerConfig
-    from ..engine_errors import told
+    from ..engine_errors import command_errors
 
     runtime = runtime_config(args)
     requests = captured.request if isinstance(captured.request, list) else [captured.request]
@@ -53,7 +53,7 @@ async def _in_process(args: argparse.Namespace, captured: replay.Captured) -> in
             options.ClearField("model")  # This server has only one model.
     with tempfile.TemporaryDirectory(prefix="kestrel-replay-") as folder:
         address = f"unix:{folder}/replay.sock"
-        with told(args), LoadingProgress() as progress:
+        with command_errors(args), LoadingProgress() as progress:
             server = KestrelServer(
                 ServerConfig(listen=(address,)),
                 runtime,

@@ -16,7 +16,7 @@ from kestrel_engine import maintenance
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.model import DEVICE_FLAGS, add_model_flags
-from ..engine_errors import told
+from ..engine_errors import command_errors
 from .model_argument import add_model_argument, computing_config
 
 ESSENTIAL = (
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, places = computing_config(args), (Path(args.annotations), Path(args.images))
-    with told(args):
+    with command_errors(args):
         images = maintenance.read_labelled_images(*places, absent=args.absent)[: args.limit]
         with LoadingProgress() as progress:
             report = asyncio.run(maintenance.calibrate(config, images, progress=progress))

@@ -12,7 +12,7 @@ from kestrel_engine import RuntimeConfig, maintenance
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.model import add_model_flags, runtime_configs
-from ..engine_errors import told
+from ..engine_errors import command_errors
 
 ESSENTIAL = (
     *("--arch", "--out", "--config", "--model", "--weights", "--precision"),
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.adapters:
         configs = [dataclasses.replace(config, adapters_dir=".") for config in configs]
     folder, num_sms = Path(args.out).expanduser(), args.multiprocessors
-    with told(args), LoadingProgress() as progress:
+    with command_errors(args), LoadingProgress() as progress:
         compiling = maintenance.compile_kernels(
             configs, args.arch, folder, num_sms=num_sms, progress=progress
         )

@@ -10,7 +10,7 @@ from kestrel_engine import maintenance
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.model import SOURCE_FLAGS, add_model_flags
-from ..engine_errors import told
+from ..engine_errors import command_errors
 from .model_argument import add_model_argument, source_config
 
 ESSENTIAL = ("--to", "--config", "--cache-dir")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = source_config(args)
-    with told(args), LoadingProgress() as progress:
+    with command_errors(args), LoadingProgress() as progress:
         done = maintenance.download(config, args.to, progress=progress)
     for file in done.files:
         print(file)

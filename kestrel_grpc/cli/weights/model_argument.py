@@ -7,7 +7,7 @@ from typing import Any
 
 from kestrel_engine import RuntimeConfig
 
-from ..engine_errors import told
+from ..engine_errors import command_errors
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def source_config(args: argparse.Namespace, **others: Any) -> RuntimeConfig:
     """The configuration of the model and its files, with ``others``. MODEL overrides all settings. Raises
     SettingsError."""
     named = getattr(args, "name", None)
-    with told(args):
+    with command_errors(args):
         return RuntimeConfig(
             model=args.model if named is None else named,
             model_path=args.weights if named is None else None,

@@ -16,7 +16,7 @@ from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.flags import add_settings, configured
 from ...settings.model import DEVICE_FLAGS, add_model_flags
-from ..engine_errors import told
+from ..engine_errors import command_errors
 from .model_argument import computing_config
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     settings = configured(teaching.TeachingSettings, args, seed=args.seed or 0)
     others = {"random_weights": args.random_weights == "on", "adapters_dir": args.adapters_dir}
     config = computing_config(args, **others)
-    with told(args):
+    with command_errors(args):
         images = teaching.read_folder(Path(args.data).expanduser())
         with LoadingProgress() as progress, _Bar() as bar:
             report = asyncio.run(

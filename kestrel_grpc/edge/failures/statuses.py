@@ -192,15 +192,15 @@ def complaint(error: BaseException, request_id: str) -> Complaint:
     return replace(described, details=tuple(_details(error, described, request_id)))
 
 
-def _details(error: BaseException, told: Complaint, request_id: str) -> Iterator[Message]:
+def _details(error: BaseException, report: Complaint, request_id: str) -> Iterator[Message]:
     yield error_details_pb2.ErrorInfo(
-        reason=told.reason, domain=DOMAIN, metadata=_metadata(error, told.path)
+        reason=report.reason, domain=DOMAIN, metadata=_metadata(error, report.path)
     )
-    if told.path:
-        yield _bad_request(shown_path(told.path), told.description, told.reason)
+    if report.path:
+        yield _bad_request(shown_path(report.path), report.description, report.reason)
     if isinstance(error, engine.EngineOverloaded):
         yield _retry_after(error.retry_after_s)
-        yield _quota_failure(error.quota, told.message)
+        yield _quota_failure(error.quota, report.message)
     elif isinstance(error, (ModelNotReady, engine.EngineClosed, engine.AdapterUnavailable)):
         yield _retry_after(1.0)
     yield error_details_pb2.RequestInfo(request_id=request_id)
@@ -210,10 +210,10 @@ def _metadata(error: BaseException, path: FieldPath) -> dict[str, str]:
     """What a program needs of an error: the invalid field, its value and the limit, the names that it may have."""
     facts = {"field": shown_path(path)} if path else {}
     if isinstance(error, engine.RequestError):
-        told = {"value": error.value, "limit": error.limit, "known": ", ".join(error.known)}
+        values = {"value": error.value, "limit": error.limit, "known": ", ".join(error.known)}
         facts |= {
             name: _bounded(_number(value) if isinstance(value, (int, float)) else value)
-            for name, value in told.items()
+            for name, value in values.items()
             if value not in (None, "")
         }
     quota = error.quota if isinstance(error, engine.EngineOverloaded) else None

@@ -28,7 +28,7 @@ from ...edge.messages.incoming import check_fields
 from ...security.admission.admission import MessageTooLarge
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
-from ..forms import Told, Whole
+from ..forms import ByteResponse, ErrorResponse
 from ..refusals import Rename
 from ..services import HttpServices
 
@@ -97,19 +97,19 @@ class _Form:
     def ending(self) -> bytes:
         return _trailers(grpc.StatusCode.OK, "", ())
 
-    def told(self, error: Exception, call: Call, rename: Rename) -> Told:
+    def error_response(self, error: Exception, call: Call, rename: Rename) -> ErrorResponse:
         frame = _trailers(*status_of(error, call.request_id))
         status = 415 if isinstance(error, UnsupportedBody) else 200
-        return Told(status, Whole(frame, _TYPE), frame)
+        return ErrorResponse(status, ByteResponse(frame, _TYPE), frame)
 
 
 def _frames(message: Any) -> Iterable[bytes]:
     yield _frame(_MESSAGE, message.SerializeToString())
 
 
-def _whole(response: Any) -> Whole:
+def _whole(response: Any) -> ByteResponse:
     trailers = _trailers(grpc.StatusCode.OK, "", ())
-    return Whole(_frame(_MESSAGE, response.SerializeToString()) + trailers, _TYPE)
+    return ByteResponse(_frame(_MESSAGE, response.SerializeToString()) + trailers, _TYPE)
 
 
 def _trailers(

@@ -23,7 +23,7 @@ from ...service_names import KSERVE_METHODS
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields, json_fields
-from ..forms import JSON, JsonForm, Whole
+from ..forms import JSON, ByteResponse, JsonForm
 
 _HEADER_LENGTH = b"inference-header-content-length"
 """The header with the length of the JSON before binary tensors."""
@@ -265,8 +265,8 @@ def _as_json(response: pb.ModelInferResponse) -> dict[str, Any]:
     return _answer(response, data=[raw[4:].decode()])
 
 
-def _binary(response: pb.ModelInferResponse) -> Whole:
+def _binary(response: pb.ModelInferResponse) -> ByteResponse:
     (raw,) = response.raw_output_contents
     head = orjson.dumps(_answer(response, parameters={"binary_data_size": len(raw)}))
     length = (_HEADER_LENGTH, str(len(head)).encode())
-    return Whole(head + raw, b"application/octet-stream", (length,))
+    return ByteResponse(head + raw, b"application/octet-stream", (length,))

@@ -54,14 +54,14 @@ class SharedImageEvent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fetched:
+class FetchResult:
     """``image``: None if the store has none, or if ``answered`` is False."""
 
     image: StoredImage | None
     answered: bool
 
 
-_NOWHERE = Fetched(None, True)
+_NOWHERE = FetchResult(None, True)
 
 
 class SharedImages:
@@ -81,9 +81,9 @@ class SharedImages:
             config.flight_bytes + OVERHEAD_BYTES, _PART_FOR_ROOM * config.timeout_s
         )
         self._most_bytes = config.value_bytes + OVERHEAD_BYTES
-        self._reads: dict[tuple[str, str], asyncio.Task[Fetched]] = {}
+        self._reads: dict[tuple[str, str], asyncio.Task[FetchResult]] = {}
         self._writes: set[asyncio.Task[bool]] = set()
-        self._begun: set[asyncio.Task[Fetched]] = set()
+        self._begun: set[asyncio.Task[FetchResult]] = set()
         self._logged_at: float | None = None
         self._checked_at: OrderedDict[tuple[str, str], float] = OrderedDict()
         """When each image that is known to be in the store was last seen there, the oldest first."""
@@ -103,7 +103,7 @@ class SharedImages:
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
 
-    async def fetch(self, owner: str, image_id: str) -> Fetched:
+    async def fetch(self, owner: str, image_id: str) -> FetchResult:
         """The owner's image with this id."""
         if not _IMAGE_ID.fullmatch(image_id):
             return _NOWHERE
@@ -158,7 +158,7 @@ class SharedImages:
         done, _ = await asyncio.wait({task}, timeout=most_s)
         return bool(done) and not task.cancelled() and task.result()
 
-    async def _fetch(self, owner: str, image_id: str) -> Fetched:
+    async def _fetch(self, owner: str, image_id: str) -> FetchResult:
         async def read() -> tuple[Outcome, int, StoredImage | None]:
             async with self._backend.opened(owner, image_id) as value:
                 if value is None:
@@ -174,7 +174,7 @@ class SharedImages:
                     return "hit", len(data), image
 
         outcome, image = await self._run("get", read)
-        return Fetched(image, outcome not in ("failed", "paused", "full"))
+        return FetchResult(image, outcome not in ("failed", "paused", "full"))
 
     async def _put(self, owner: str, image: StoredImage) -> bool:
         async def write() -> tuple[Outcome, int, None]:

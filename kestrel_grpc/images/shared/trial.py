@@ -61,8 +61,8 @@ async def try_store(config: SharedImagesConfig) -> float:
     except TrialError:
         raise
     except Exception as error:  # The store and its library may raise anything.
-        told = f"can't {doing}: {reason_of(error, config.timeout_s)}"
-        raise TrialError(told, _remedy(error, config)) from None
+        message = f"can't {doing}: {reason_of(error, config.timeout_s)}"
+        raise TrialError(message, _remedy(error, config)) from None
     finally:
         with suppress(Exception):
             async with asyncio.timeout(config.timeout_s):

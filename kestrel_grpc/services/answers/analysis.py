@@ -82,11 +82,11 @@ async def _run(run: Run, task: CallTask[Any, Any]) -> tuple[pb.TaskResult, list[
     results: list[EngineResult] = []
     try:
         response, results = await run.answer(task)
-        told = pb.TaskResult(key=task.key, **{task.kind.name: response})
+        message = pb.TaskResult(key=task.key, **{task.kind.name: response})
     except Exception as error:
         if not run.is_of_task(error):
             raise
-        told = pb.TaskResult(key=task.key, error=run.status(error, task))
+        message = pb.TaskResult(key=task.key, error=run.status(error, task))
         forget_frames(error)  # They hold the image.
-    await run.send(task, {"task_final": told})
-    return told, results
+    await run.send(task, {"task_final": message})
+    return message, results

@@ -27,7 +27,7 @@ from ...images.request_images import RequestImage, RequestImages, at_image
 MIRRORED = "mirrored"
 
 
-class Seen(NamedTuple):
+class ImageFacts(NamedTuple):
     """What the engine knows of an image: width and height, its digest, and the crops that the model sees."""
 
     size: tuple[int, int]
@@ -120,14 +120,16 @@ class CallImages:
         return path
 
     @property
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[ImageFacts]:
         """What is known of each image, if they are prepared."""
         return [
-            Seen(image.looks[0].image_size, image.looks[0].source_digest or b"", _num_crops(image))
+            ImageFacts(
+                image.looks[0].image_size, image.looks[0].source_digest or b"", _num_crops(image)
+            )
             for image in next(iter(self._prepared.values()))
         ]
 
-    def keep(self, seen: Sequence[Seen], info: common_pb2.RequestInfo) -> None:
+    def keep(self, seen: Sequence[ImageFacts], info: common_pb2.RequestInfo) -> None:
         """Stores the images, which the engine has decoded, and adds them to ``info``. ``seen``: each of them."""
         for found, (size, digest, num_crops) in zip(self._found, seen, strict=True):
             added = info.images.add(num_crops=num_crops)

@@ -17,7 +17,7 @@ from kestrel_engine import FieldPath, MeasuredImage, Request, Tiles
 from ...edge.messages.fields import located
 from ...images.request_images import images_of
 from .analysis import read_tasks
-from .call_images import Seen
+from .call_images import ImageFacts
 from .kinds import CallTask
 from .running import Run
 
@@ -37,7 +37,7 @@ async def count_tokens(run: Run, request: pb.CountTokensRequest) -> pb.CountToke
     tasks = read_tasks(request)
     await run.images.find(images_of(request))
     images = await _measured(run, None)
-    await run.accept([Seen(image.size, b"", sum(image.crops)) for image in images])
+    await run.accept([ImageFacts(image.size, b"", sum(image.crops)) for image in images])
     counts = [await _count(run, task, images) for task in tasks]
     info = run.engine.info
     return pb.CountTokensResponse(

@@ -127,17 +127,17 @@ class FrameStream:
             return pb.DROP_REASON_UNSPECIFIED
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(pb.DROP_REASON_NEWER_FRAME)
-        self._waiting = told = asyncio.get_running_loop().create_future()
+        self._waiting = decision = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait({told}, timeout=config.budget_s)
+            await asyncio.wait({decision}, timeout=config.budget_s)
         except asyncio.CancelledError:
-            if told.done() and told.result() == pb.DROP_REASON_UNSPECIFIED:
+            if decision.done() and decision.result() == pb.DROP_REASON_UNSPECIFIED:
                 self._pass_on()
             raise
         finally:
-            if self._waiting is told:
+            if self._waiting is decision:
                 self._waiting = None
-        return told.result() if told.done() else pb.DROP_REASON_STALE
+        return decision.result() if decision.done() else pb.DROP_REASON_STALE
 
     def end(self, took_s: float | None, *, is_whole: bool) -> None:
         """A frame has ended, which took ``took_s``, or None if it failed or was not computed. ``is_whole``: it had all

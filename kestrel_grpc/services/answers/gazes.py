@@ -13,18 +13,18 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import NUM_LOOKS, EngineResult, FieldPath, Request, eyes_in, mean_gaze
 
 from ...edge.messages.fields import located
-from ..messages.responses import FINISH_REASONS, Found, set_box
-from ..messages.tasks import EDGES, MAX_GAZES, Edges, Place, centre_of, edges_of, gaze_request
+from ..messages.responses import FINISH_REASONS, NameResult, set_box
+from ..messages.tasks import EDGES, MAX_GAZES, Edges, Point, centre_of, edges_of, gaze_request
 from .several import MAX_SEQUENCES, Ended, all_of, few_at_once, total_result
 
 if TYPE_CHECKING:
     from .kinds import CallTask
     from .running import Run
 
-Part: TypeAlias = pb.Gaze | Found
+Part: TypeAlias = pb.Gaze | NameResult
 """A gaze, or the faces that the model found."""
 
-_Look: TypeAlias = tuple[Place, bool, Sequence[Any]]
+_Look: TypeAlias = tuple[Point, bool, Sequence[Any]]
 """An eye as the image shows it, whether the image is mirrored, and the images."""
 
 _ACCURATE_AT_ONCE = 2 + MAX_SEQUENCES // (2 * NUM_LOOKS)
@@ -61,7 +61,7 @@ def gaze_part(result: EngineResult, label: str) -> pb.Gaze:
 def gaze_response(result: EngineResult | None, parts: Sequence[Part]) -> pb.GazeResponse:
     return pb.GazeResponse(
         gazes=[part for part in parts if isinstance(part, pb.Gaze)],
-        search=next((part.search for part in parts if isinstance(part, Found)), None),
+        search=next((part.search for part in parts if isinstance(part, NameResult)), None),
     )
 
 
@@ -137,7 +137,7 @@ async def _mean(
             for eye, _, images in seen
         ]
     )
-    points: list[Place] = []
+    points: list[Point] = []
     results: list[EngineResult] = []
     for (_, is_mirrored, _), each in zip(seen, every, strict=True):
         assert each.result is not None, "it would have raised"
@@ -173,7 +173,7 @@ async def _tell(run: Run, task: CallTask[Any, Any], person: _Person, gaze: pb.Ga
     await run.send(task, {"gaze": gaze})
 
 
-def _model_centre(box: Mapping[str, float]) -> Place:
+def _model_centre(box: Mapping[str, float]) -> Point:
     """The centre of a box as the model found it, which may exceed the image, in the precision of the response: a task
     with this eye then gives the same gaze."""
     x, y = centre_of((box["x_min"], box["y_min"], box["x_max"], box["y_max"]))

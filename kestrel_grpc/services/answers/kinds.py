@@ -12,7 +12,7 @@ from kestrel_engine import EngineResult, FieldPath, Request, Tiles, best_boxes
 from ..messages.embeddings import embed_requests, embeddings
 from ..messages.named_skill import skill_requests, skill_response
 from ..messages.responses import (
-    Found,
+    NameResult,
     caption_answer,
     found_boxes,
     found_outline,
@@ -102,10 +102,10 @@ def _query_response(result: EngineResult | None, parts: list[pb.Answer]) -> pb.Q
 def _finding(
     name: str,
     requests: Callable[[Any, int], list[Request]],
-    part: Callable[[EngineResult, str], Found],
+    part: Callable[[EngineResult, str], NameResult],
     response: Callable[..., Response],
     **others: Any,
-) -> Kind[Found, Response]:
+) -> Kind[NameResult, Response]:
     return Kind(
         name=name,
         requests=requests,
@@ -119,7 +119,7 @@ def _finding(
     )
 
 
-def _suppress(task: pb.DetectTask, parts: Sequence[Found]) -> None:
+def _suppress(task: pb.DetectTask, parts: Sequence[NameResult]) -> None:
     """Removes boxes until no two of them overlap by more than ``max_overlap``. Names do not matter."""
     if not task.HasField("max_overlap"):
         return
@@ -130,7 +130,7 @@ def _suppress(task: pb.DetectTask, parts: Sequence[Found]) -> None:
         part.detections[:] = [each for each in part.detections if next(stays)]
 
 
-async def _draw(task: pb.SegmentTask, part: Found, size: tuple[int, int]) -> None:
+async def _draw(task: pb.SegmentTask, part: NameResult, size: tuple[int, int]) -> None:
     for found in part.detections:
         await add_mask(found, task.mask_format, size)
 

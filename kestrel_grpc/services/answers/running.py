@@ -45,9 +45,9 @@ from ..messages.responses import (
 )
 from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
-from .call_images import CallImages, Seen
+from .call_images import CallImages, ImageFacts
 from .kinds import CallTask, Event, Part, Response
-from .several import MAX_SEQUENCES, Ended, Turns, of_names, of_samples, seeded, total_result
+from .several import MAX_SEQUENCES, Ended, SequenceTurns, of_names, of_samples, seeded, total_result
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Run:
         self.images = CallImages(images, self.engine, keeps=keeps_images)
         self._info: common_pb2.RequestInfo | None = None
         """None until the call is accepted."""
-        self._turns: Turns | None = None
+        self._turns: SequenceTurns | None = None
 
     async def prepare(self) -> None:
         """Prepares the images for all tasks, and accepts the call."""
@@ -118,7 +118,7 @@ class Run:
 
     async def begin(self, seed: int = 0) -> None:
         """Accepts a call whose images are prepared."""
-        self._turns = Turns(MAX_SEQUENCES)
+        self._turns = SequenceTurns(MAX_SEQUENCES)
         if self._sender is not None:
             self._sender.is_shared = True
         await self.accept(self.images.seen, seed)
@@ -255,7 +255,7 @@ class Run:
                 await note(stream)
             if self._info is None:
                 seen = [
-                    Seen(each.size, bytes.fromhex(each.digest), each.num_crops)
+                    ImageFacts(each.size, bytes.fromhex(each.digest), each.num_crops)
                     for each in stream.images
                 ]
                 await self.accept(seen, stream.seed if task.kind.generates else 0)
@@ -305,7 +305,7 @@ class Run:
                 return await self._submit(task, capped, given)
             raise
 
-    async def accept(self, seen: Sequence[Seen], seed: int = 0) -> None:
+    async def accept(self, seen: Sequence[ImageFacts], seed: int = 0) -> None:
         """Accepts the call. ``seen``: its images."""
         model, request_id = self.engine.info.model, self._call.request_id
         self._info = common_pb2.RequestInfo(request_id=request_id, model=model)

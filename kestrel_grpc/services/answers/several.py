@@ -23,7 +23,7 @@ from kestrel_engine import (
 )
 
 from ...edge.failures.endings import forget_frames
-from ..messages.responses import Found
+from ..messages.responses import NameResult
 from ..messages.tasks import label_of
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ async def _named(
     except Exception as error:
         if not run.is_of_task(error):
             raise
-        told, fault = error, None
+        failure, fault = error, None
         if isinstance(error, RequestError):
-            told = error.at(run.path_of(task, error.path, index))
+            failure = error.at(run.path_of(task, error.path, index))
             fault = None if error.path == ("object",) else error
-        search = pb.ObjectSearch(object=label_of(request), error=run.status(told, task))
+        search = pb.ObjectSearch(object=label_of(request), error=run.status(failure, task))
         forget_frames(error)  # They hold the image, and this frame holds the error.
         await run.send(task, {"search": search})
-        return Ended(Found([], search), None, fault)
+        return Ended(NameResult([], search), None, fault)
 
 
 async def of_samples(
@@ -130,7 +130,7 @@ def seeded(
     ]
 
 
-class Turns:
+class SequenceTurns:
     """Turns for ``most`` sequences of one call at a time, in the order in which they are asked for."""
 
     def __init__(self, most: int) -> None:
@@ -174,10 +174,10 @@ async def few_at_once(runs: Iterable[Coroutine[Any, Any, T]], most: int) -> list
     wait for turns hold memory, and making them holds up the event loop."""
     numbered = enumerate(runs)
 
-    async def work() -> list[tuple[int, T]]:
+    async def take_runs() -> list[tuple[int, T]]:
         return [(index, await run) for index, run in numbered]
 
-    done = itertools.chain.from_iterable(await all_of([work() for _ in range(most)]))
+    done = itertools.chain.from_iterable(await all_of([take_runs() for _ in range(most)]))
     return [result for _, result in sorted(done, key=lambda each: each[0])]
 
 

@@ -17,7 +17,7 @@ FINISH_REASONS = {
 }
 
 
-class Found(NamedTuple):
+class NameResult(NamedTuple):
     """What the search for one name gave."""
 
     detections: list[pb.Detection]
@@ -37,26 +37,26 @@ def presupposed(result: EngineResult) -> list[pb.ObjectSearch]:
     return [pb.ObjectSearch(object=each.object, absence=each.absence) for each in result.absences]
 
 
-def found_points(result: EngineResult, label: str) -> Found:
-    return Found(
+def found_points(result: EngineResult, label: str) -> NameResult:
+    return NameResult(
         [detection(found, label) for found in result.output["points"]], _search(result, label)
     )
 
 
-def found_boxes(result: EngineResult, label: str) -> Found:
-    return Found(
+def found_boxes(result: EngineResult, label: str) -> NameResult:
+    return NameResult(
         [detection(found, label) for found in result.output["objects"]], _search(result, label)
     )
 
 
-def found_outline(result: EngineResult, label: str) -> Found:
+def found_outline(result: EngineResult, label: str) -> NameResult:
     """The outline without its mask, which takes time to draw: see masks.py."""
     segment, search = result.output["segments"][0], _search(result, label)
     box, error = segment.get("bbox"), segment.get("parse_error")
     if box is None and error is None and not segment["svg_path"]:
         # The model wrote no outline, or one whose score is too low.
         search.omitted_score = segment.get("score", 0.0)
-        return Found([], search)
+        return NameResult([], search)
     found = detection({**(box or {}), "score": segment.get("score", 0.0)}, label)
     found.outline.svg_path = segment["svg_path"]
     if error is not None:
@@ -65,7 +65,7 @@ def found_outline(result: EngineResult, label: str) -> Found:
         coarse = found.outline.coarse
         coarse.svg_path = segment["coarse_path"]
         set_box(coarse.box, segment["coarse_bbox"])
-    return Found([found], search)
+    return NameResult([found], search)
 
 
 def event_fields(update: StreamUpdate, label: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ _REFINEMENTS: dict[Any, dict[str, bool]] = {
 _MASKS = {number: number for number in pb.MaskFormat.values()}
 
 TextTask: TypeAlias = pb.QueryTask | pb.CaptionTask
-Place: TypeAlias = tuple[float, float]
+Point: TypeAlias = tuple[float, float]
 """x and y."""
 Edges: TypeAlias = tuple[float, float, float, float]
 """As EDGES."""
@@ -135,7 +135,7 @@ def gaze_requests(task: pb.GazeTask, num_images: int) -> list[Request]:
     return [Request(skill="detect", arguments={"object": FACE}, settings=settings)]
 
 
-def gaze_request(task: pb.GazeTask, eye: Place, **settings: Any) -> Request:
+def gaze_request(task: pb.GazeTask, eye: Point, **settings: Any) -> Request:
     """``settings``: others than the task's."""
     return Request(skill="gaze", arguments={"eye": eye}, settings=_settings(task) | settings)
 
@@ -144,7 +144,7 @@ def edges_of(box: common_pb2.Box) -> Edges:
     return box.x_min, box.y_min, box.x_max, box.y_max
 
 
-def centre_of(face: Edges) -> Place:
+def centre_of(face: Edges) -> Point:
     return (face[0] + face[2]) / 2, (face[1] + face[3]) / 2
 
 

@@ -14,7 +14,7 @@ from benchmarks.device.trace import summarised
 from benchmarks.models.profile_skill import DeviceProfile
 from benchmarks.traffic.callers import Answer
 from benchmarks.traffic.step_log import StepLog
-from benchmarks.traffic.trace_run import Asked, busy_rate, steady
+from benchmarks.traffic.trace_run import Exchange, busy_rate, steady
 from kestrel_engine import SchedulerStats, StepEvent
 from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.models.moondream import Moondream
@@ -43,7 +43,7 @@ def test_streams_that_never_meet_have_no_steady_rate():
 def test_the_rate_while_all_callers_wait():
     """Two callers, of whom one leaves early: the answers of the other alone do not count."""
     ends = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 9.0, 12.0]
-    asked = [Asked(False, end - 1, end, answer([(end, 1)])) for end in reversed(ends)]
+    asked = [Exchange(False, end - 1, end, answer([(end, 1)])) for end in reversed(ends)]
     assert busy_rate(asked, 2) == pytest.approx(4 / (3.5 - 1.5))
     assert math.isnan(busy_rate(asked, 3))
 

@@ -419,11 +419,11 @@ class AsyncKestrelClient(AsyncClosing):
         ``total`` is None for an iterator.
         """
 
-        async def work(image: ImageInput) -> T:
+        async def ask(image: ImageInput) -> T:
             prepare = self._requests.task
             return await self._channel.call(prepare, image, task, options, HandlingOptions)
 
-        return await gather_bounded(images, work, concurrency, progress)
+        return await gather_bounded(images, ask, concurrency, progress)
 
     async def run_skill(
         self,
@@ -514,11 +514,11 @@ class AsyncKestrelClient(AsyncClosing):
     ) -> list[EmbedResult | KestrelError]:
         """Runs ``embed`` on each image, as ``map`` runs a task. Returns the results in the order of the images."""
 
-        async def work(image: ImageInput) -> EmbedResult:
+        async def embed(image: ImageInput) -> EmbedResult:
             prepare = self._requests.embed
             return await self._channel.call(prepare, image, True, crops, pooling, dtype, options)
 
-        return await gather_bounded(images, work, concurrency, progress)
+        return await gather_bounded(images, embed, concurrency, progress)
 
     def frames(
         self,

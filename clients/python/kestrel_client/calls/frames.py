@@ -84,10 +84,10 @@ class _Frames:
         if self._closed or self._source_error is not None:
             return 0.0
         self._connection += 1
-        told = from_rpc_error(error)
+        failure = from_rpc_error(error)
         self._failures += 1
-        if not self._may_reconnect(told):
-            raise told from error
+        if not self._may_reconnect(failure):
+            raise failure from error
         self._call = None
         for frame_id, source in self._under_way.items():
             self._results.append(FrameResult(frame_id=frame_id, dropped="lost", source=source))

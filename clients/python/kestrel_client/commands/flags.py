@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any, NoReturn, cast
 
-from .sources import UNSET, Setting, Sources, variable_of
+from .sources import UNSET, FlagSetting, Sources, variable_of
 from .sources import SettingsError as SettingsError
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -126,7 +126,7 @@ class Flags:
             **options,
         )
         self._settings.append(
-            Setting(
+            FlagSetting(
                 flag=flag,
                 dest=action.dest,
                 section=self._section,

@@ -178,7 +178,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """A command in a program's table. ``module`` is a Command; its ESSENTIAL, if any, are its most used flags."""
 
     module: str
@@ -186,10 +186,12 @@ class Entry(NamedTuple):
     summary: str
 
 
-def entries(package: str, table: Mapping[str, Mapping[str, tuple[str, str]]]) -> dict[str, Entry]:
+def entries(
+    package: str, table: Mapping[str, Mapping[str, tuple[str, str]]]
+) -> dict[str, CommandEntry]:
     """The commands of a table of groups, whose modules are in ``package``."""
     return {
-        name: Entry(f"{package}.{module}", group, summary)
+        name: CommandEntry(f"{package}.{module}", group, summary)
         for group, commands in table.items()
         for name, (module, summary) in commands.items()
     }
@@ -203,7 +205,7 @@ class Program:
     version: str
     description: str
     examples: str
-    commands: Mapping[str, Entry]
+    commands: Mapping[str, CommandEntry]
 
     def whole_parser(
         self, loaded: Iterable[str]

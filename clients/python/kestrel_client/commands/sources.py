@@ -38,7 +38,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class FlagSetting:
     """One flag with its variable and key. ``section`` is None for a flag of a client, which no file can set.
     ``repeated``: ``parse`` returns lists, which are joined."""
 
@@ -114,14 +114,14 @@ def name_of(args: argparse.Namespace, flag: str) -> str:
 class ValuesFile(Protocol):
     """A configuration file."""
 
-    def value(self, setting: Setting) -> tuple[Any, Source] | None: ...
+    def value(self, setting: FlagSetting) -> tuple[Any, Source] | None: ...
 
 
 @dataclass(slots=True)
 class Sources:
     """The settings of one command. ``settle`` decides their values. ``file`` opens the file that the arguments name."""
 
-    settings: list[Setting] = field(default_factory=list)
+    settings: list[FlagSetting] = field(default_factory=list)
     file: Callable[[argparse.Namespace], ValuesFile | None] = lambda args: None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
@@ -144,7 +144,7 @@ class Sources:
             sources[setting.dest] = source
 
 
-def _kind(setting: Setting) -> str:
+def _kind(setting: FlagSetting) -> str:
     if setting.choices is not None:
         return f"one of {', '.join(setting.choices)}"
     return "a string" if setting.parse in (str, in_list) else "a string or a number"

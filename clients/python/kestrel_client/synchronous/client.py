@@ -419,11 +419,11 @@ class KestrelClient(Closing):
         ``total`` is None for an iterator.
         """
 
-        def work(image: ImageInput) -> T:
+        def ask(image: ImageInput) -> T:
             prepare = self._requests.task
             return self._channel.call(prepare, image, task, options, HandlingOptions)
 
-        return run_bounded(images, work, concurrency, progress)
+        return run_bounded(images, ask, concurrency, progress)
 
     def run_skill(
         self,
@@ -514,11 +514,11 @@ class KestrelClient(Closing):
     ) -> list[EmbedResult | KestrelError]:
         """Runs ``embed`` on each image, as ``map`` runs a task. Returns the results in the order of the images."""
 
-        def work(image: ImageInput) -> EmbedResult:
+        def embed(image: ImageInput) -> EmbedResult:
             prepare = self._requests.embed
             return self._channel.call(prepare, image, True, crops, pooling, dtype, options)
 
-        return run_bounded(images, work, concurrency, progress)
+        return run_bounded(images, embed, concurrency, progress)
 
     def frames(
         self,

@@ -117,7 +117,7 @@ class Hub:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class SetMetrics:
     """Metrics that are no sums over cases, such as average precision. ``values``: by metric, from 0 to 1."""
 
     values: Mapping[str, float]
@@ -140,7 +140,7 @@ class Benchmark:
     hub: Hub
     layout: Callable[[Path], Iterator[dict[str, Any]] | None] | None = None
     """Reads a folder in the set's own layout as rows; ``image`` is the path of a file. None for another layout."""
-    whole: Callable[[Sequence[Answered]], Whole | None] | None = None
+    whole: Callable[[Sequence[Answered]], SetMetrics | None] | None = None
     """Metrics of all answers together."""
     groups: Sequence[str] = field(default=())
     """Its groups in the order of the report; others follow."""

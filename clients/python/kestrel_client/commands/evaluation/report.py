@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_whole
-from .benchmark import Benchmark, Whole
+from .benchmark import Benchmark, SetMetrics
 from .page import write_page
 from .scored import Answered, write_scores
 from .statistics import Total, plain
@@ -30,7 +30,7 @@ class Report:
     models: Sequence[str]
     num_images: int
     totals: Sequence[Total]
-    whole: Whole | None
+    whole: SetMetrics | None
     answered: Sequence[Answered]
 
     @cached_property

@@ -32,7 +32,7 @@ _SERVICES = (vision_service_pb2.DESCRIPTOR, image_service_pb2.DESCRIPTOR)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Captured:
+class CapturedCall:
     """The contents of a file.
 
     ``request`` is a message, or the list of the messages of a method that takes a stream. ``left_out`` holds the facts
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         return call(channel, metadata, captured, args.timeout)
 
 
-def read_captured(args: argparse.Namespace) -> Captured:
+def read_captured(args: argparse.Namespace) -> CapturedCall:
     """Reads the captured request, and puts the images that were left out in their places. Raises CommandError."""
     captured = _read_file(args.file)
     _set_images(captured, args.image or [])
@@ -78,7 +78,7 @@ def read_captured(args: argparse.Namespace) -> Captured:
     return captured
 
 
-def _read_file(path: str) -> Captured:
+def _read_file(path: str) -> CapturedCall:
     """Reads a captured request. Raises CommandError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -103,7 +103,7 @@ def _read_file(path: str) -> Captured:
         left_out = fields["images_left_out"]
         if not isinstance(left_out, list) or not all(isinstance(each, dict) for each in left_out):
             raise ValueError("images_left_out must be a list of objects")
-        return Captured(method, request, fields["code"], fields["model"], left_out)
+        return CapturedCall(method, request, fields["code"], fields["model"], left_out)
     except KeyError as error:
         raise CommandError(f"{path!r} is not a captured request: it has no {error}") from None
     except (TypeError, ValueError, RecursionError, json_format.ParseError) as error:
@@ -120,7 +120,7 @@ def _methods() -> dict[tuple[str, str], MethodDescriptor]:
     }
 
 
-def _set_images(captured: Captured, paths: Sequence[str]) -> None:
+def _set_images(captured: CapturedCall, paths: Sequence[str]) -> None:
     """Puts the images of the files ``paths`` in the place of those that were left out. Raises CommandError."""
     left_out = captured.left_out
     if len(paths) < len(left_out):
@@ -161,7 +161,9 @@ def _read(path: str) -> bytes:
         raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
 
 
-def call(channel: grpc.Channel, metadata: CallMetadata, captured: Captured, timeout: float) -> int:
+def call(
+    channel: grpc.Channel, metadata: CallMetadata, captured: CapturedCall, timeout: float
+) -> int:
     """Makes the call and prints what it gives. Returns the exit status."""
     method, message_class = captured.method, message_factory.GetMessageClass
     kinds = ("stream" if s else "unary" for s in (method.client_streaming, method.server_streaming))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import supervision
 
 
-class Found(Protocol):
+class ResultObject(Protocol):
     """What a result of objects has of each."""
 
     @property
@@ -30,7 +30,7 @@ class Found(Protocol):
     def score(self) -> float: ...
 
 
-F = TypeVar("F", bound=Found)
+F = TypeVar("F", bound=ResultObject)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

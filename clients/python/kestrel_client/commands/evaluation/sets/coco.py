@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ...files import json_file
 from ...parser import CommandError
-from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, Whole
+from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, SetMetrics
 from ..place_metrics import found_boxes, matched, size_of, to_pixels
 from ..reading import image_file, objects_of
 from ..records import Edges, Record, is_number, is_unicode
@@ -136,12 +136,12 @@ def _score(case: Case, outcome: Outcome | None) -> Score:
     return Score(value, counts, f"{len(boxes)} found, {len(ious)} right")
 
 
-def _whole(answered: Sequence[Answered]) -> Whole | None:
+def _whole(answered: Sequence[Answered]) -> SetMetrics | None:
     """COCO's own figures, by faster-coco-eval."""
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError:
-        return Whole(
+        return SetMetrics(
             {}, "average precision needs faster-coco-eval: pip install './clients/python[cli,eval]'"
         )
     images: dict[str, int] = {}
@@ -171,7 +171,7 @@ def _whole(answered: Sequence[Answered]) -> Whole | None:
     )
     metrics = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large")
     if not found:
-        return Whole(dict.fromkeys(metrics[:3], 0.0), note)
+        return SetMetrics(dict.fromkeys(metrics[:3], 0.0), note)
     labels = COCO(
         {
             "images": [{"id": number} for number in images.values()],
@@ -184,7 +184,7 @@ def _whole(answered: Sequence[Answered]) -> Whole | None:
     evaluation.accumulate()
     evaluation.summarize()
     values = [float(value) for value in evaluation.stats[: len(metrics)]]
-    return Whole({m: v for m, v in zip(metrics, values, strict=True) if v >= 0}, note)
+    return SetMetrics({m: v for m, v in zip(metrics, values, strict=True) if v >= 0}, note)
 
 
 def _frame(case: Case, outcome: Outcome | None) -> tuple[float, float]:
