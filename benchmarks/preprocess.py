@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess import crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
-from kestrel_engine.preprocess.decoding.images import begin_image, open_image
+from kestrel_engine.preprocess.decoding.open_image import begin_image, open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.preprocess.processes.decoder import ImageDecoder

@@ -18,7 +18,7 @@ from kestrel_engine import RuntimeConfig
 from .reports.program import Flag, Program
 from .reports.report import Report, median, quantile
 from .traffic.callers import Answer, EngineTarget, Target, engine_target, served_target
-from .traffic.images import jpeg
+from .traffic.random_images import jpeg
 
 PROGRAM = Program(
     "serving_cpu",

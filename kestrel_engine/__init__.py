@@ -12,7 +12,7 @@ from .adapters.lora import LoRA, TextLoRAConfig
 from .adapters.references import checked_adapter_name
 from .callers.profiling import ProfileRequest
 from .config.adapters import AdapterSources
-from .config.images import ImageLimits
+from .config.image_limits import ImageLimits
 from .config.runtime import RuntimeConfig
 from .config.setting import Setting, SettingGroup, check_settings, checked, default_of, settings_of
 from .engine import InferenceEngine
@@ -53,8 +53,8 @@ from .errors import (
     path_text,
 )
 from .fair_shares import FairShares, Member
-from .preprocess.decoding.images import FORMATS as IMAGE_FORMATS
-from .preprocess.decoding.images import OnBackground
+from .preprocess.decoding.open_image import FORMATS as IMAGE_FORMATS
+from .preprocess.decoding.open_image import OnBackground
 from .preprocess.features import ImageFeatures
 from .preprocess.looks import InCrops, InRegion, Mirrored, Tiled, Tiles
 from .preprocess.measuring import MeasuredImage

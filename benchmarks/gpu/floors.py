@@ -18,7 +18,7 @@ import torch
 
 from kestrel_engine import ImageLimits
 from kestrel_engine.preprocess.crops import cut_crops
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
 from ..device.rates import (

@@ -20,7 +20,7 @@ import torch
 
 from kestrel_engine import ImageLimits, PreparedImage
 from kestrel_engine.preprocess.crops import cut_crops
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
 from ..device.model_work import vision_flop

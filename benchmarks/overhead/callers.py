@@ -15,8 +15,8 @@ import grpc
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
-from ..traffic.images import jpeg
 from ..traffic.processes import ChildProcess
+from ..traffic.random_images import jpeg
 from .echo_server import STREAM, UNARY
 from .servers import Pace
 

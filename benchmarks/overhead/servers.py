@@ -25,7 +25,7 @@ from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 
-from ..traffic.images import jpeg
+from ..traffic.random_images import jpeg
 from .canned_engine import CannedEngine
 from .cpu_window import snapshot
 from .paced_device import paced_build

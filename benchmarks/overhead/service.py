@@ -20,8 +20,8 @@ from typing import Any
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 from ..reports.report import Report, Row
-from ..traffic.images import jpeg
 from ..traffic.processes import ChildProcess
+from ..traffic.random_images import jpeg
 from .callers import Callers, tokens_of
 from .cpu_window import NAMES, Snapshot
 from .echo_server import STREAM, UNARY, run_echo

@@ -34,9 +34,9 @@ from kestrel_client import AsyncKestrelClient
 from ..models.opening import MODEL_FLAGS, model_arguments, server_flags
 from ..reports.program import Flag, Program
 from ..reports.report import Report, quantile
-from ..traffic.images import jpeg
 from ..traffic.mixed_calls import DEADLINE_S, LATE_S, Ended, Traffic
 from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
+from ..traffic.random_images import jpeg
 
 _COLD_S = 5.0
 """The first seconds of traffic are not normal."""

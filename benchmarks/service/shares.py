@@ -32,8 +32,8 @@ from kestrel_grpc.security.identity.tokens import line_of, new_token
 from ..reports.program import Flag, Program
 from ..reports.report import Report, median, quantile
 from ..traffic.flood import Flood
-from ..traffic.images import jpeg
 from ..traffic.processes import serve
+from ..traffic.random_images import jpeg
 
 NORMAL, HIGH = common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH
 SIZE = (640, 480)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..confinement import MODES
 from .groups import REQUESTS
-from .images import ImageLimits
+from .image_limits import ImageLimits
 from .setting import checked
 
 

@@ -69,7 +69,7 @@ def check_images() -> Iterator[Finding]:
     """Checks which image formats can be decoded."""
     import pyvips
 
-    from ..preprocess.decoding.images import FORMATS
+    from ..preprocess.decoding.open_image import FORMATS
 
     version = ".".join(str(pyvips.version(part)) for part in range(3))
     missing = [name for name in _FORMATS if name not in FORMATS]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config.images import ImageLimits
+from ..config.image_limits import ImageLimits
 from ..errors import FieldPath, InvalidRequest
 from ..types.adapter import Adapter
 from ..types.model_config import VisionConfig
 from ..types.requests import PreparedImage
 from .crops import KEY_LENGTH
 from .decoding.costs import PIXELS, check_size
-from .decoding.images import OnBackground
+from .decoding.open_image import OnBackground
 from .looks import MAX_CROPS, REGION, InCrops, InRegion, Mirrored, Tiled
 from .prepared_cache import in_namespace
 

@@ -12,7 +12,7 @@ from .. import clock
 from ..fair_queue import FairQueue
 from ..types.requests import PreparedImage
 from .decoding.costs import Cost
-from .decoding.images import Colour
+from .decoding.open_image import Colour
 from .looks import WHOLE, Selection
 from .prepared_cache import Looks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..config.images import ImageLimits
+from ..config.image_limits import ImageLimits
 from ..types.model_config import VisionConfig
 from .crops import select_tiling
 from .decoding.costs import PIXELS, check_size

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import clock
-from ..config.images import ImageLimits
+from ..config.image_limits import ImageLimits
 from ..errors import (
     EngineClosed,
     EngineOverloaded,
@@ -37,7 +37,7 @@ from ..fair_queue import FairQueue
 from ..processes.template import confined
 from ..types.model_config import VisionConfig
 from .decoding.costs import FIELD, Cost
-from .decoding.images import ImageSource, OnBackground, read_source
+from .decoding.open_image import ImageSource, OnBackground, read_source
 from .jobs import HeaderSize, ImageJob, Preprocessed
 from .known_bytes import KnownBytes
 from .looks import WHOLE, selection_of, selection_values

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..byte_cache import ByteCache
 from ..types.requests import PreparedImage
-from .decoding.images import Colour, OnBackground
+from .decoding.open_image import Colour, OnBackground
 from .looks import WHOLE, InCrops, InRegion, Mirrored, Selection, Tiled
 
 RECORD_BYTES = 4096

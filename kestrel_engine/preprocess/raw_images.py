@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from .. import clock
-from ..config.images import ImageLimits
+from ..config.image_limits import ImageLimits
 from ..errors import EngineClosed
 from ..types.model_config import VisionConfig
 from ..types.requests import PreparedImage
@@ -29,7 +29,7 @@ from .crops import (
     device_makes_crops,
     select_tiling,
 )
-from .decoding.images import read_source
+from .decoding.open_image import read_source
 from .jobs import Preprocessed
 from .prepared_cache import PreparedCache, in_namespace, source_key
 

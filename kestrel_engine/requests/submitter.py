@@ -30,7 +30,7 @@ from ..types.requests import PreparedImage, PreparedTiles
 from ..types.stream import EngineStream
 from .checked import RequestCheck, has_long_text, num_looks
 from .constraints import ConstraintCompiler
-from .images import ImagePreparation, new_pool
+from .image_preparation import ImagePreparation, new_pool
 from .open_requests import OpenRequests
 from .queue_places import QueuePlace, QueuePlaces
 from .request import Request, check_request_id, check_weight, checked_priority

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from .memory.images import Images
+from .memory.image_memory import ImageMemory
 from .memory.pages import PagePool
 from .memory.prefix_cache import PrefixCache
 from .sequence import Phase, Sequence
@@ -33,7 +33,7 @@ def check_holdings(
     page_size: int,
     pool: PagePool,
     cache: PrefixCache,
-    images: Images,
+    images: ImageMemory,
 ) -> None:
     """Raises AssertionError unless every reference to a page and every use of an image has its owner.
 

@@ -16,7 +16,7 @@ from ..types.info import SchedulerStats
 from ..types.step import RuntimeLimits
 from ..types.submission import Submission
 from .audit import check_holdings, check_phases
-from .memory.images import Images
+from .memory.image_memory import ImageMemory
 from .memory.pages import PagePool
 from .memory.prefix_cache import PrefixCache
 from .order.place_taker import PlaceTaker
@@ -36,7 +36,7 @@ class Batch:
         self._shares = shares
         self._pool = PagePool(limits.num_pages)
         self._cache = PrefixCache(self._pool)
-        self.images = Images(policy.kept_embeddings, policy.kept_crops)
+        self.images = ImageMemory(policy.kept_embeddings, policy.kept_crops)
         self._queue = WaitingQueue(policy.aging_s, shares)
         self._places = PlaceTaker(limits.max_batch_size, shares)
         self._underway = PrefixesUnderway(shared=policy.prefix_cache)

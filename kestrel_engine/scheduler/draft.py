@@ -15,7 +15,7 @@ from ..types.step import (
     StepPlan,
 )
 from .budget import Allowance
-from .memory.images import Images
+from .memory.image_memory import ImageMemory
 from .memory.prompt_images import ImagePiece
 from .sequence import Sequence
 
@@ -37,7 +37,7 @@ class Scheduled:
 class Draft:
     """``images``: the batch's, which know what is encoded."""
 
-    def __init__(self, images: Images, page_size: int) -> None:
+    def __init__(self, images: ImageMemory, page_size: int) -> None:
         self._images = images
         self._page_size = page_size
         self.encode: list[EncodeSlice] = []
@@ -47,7 +47,7 @@ class Draft:
         self.refine: list[RefineRow] = []
         self.scheduled: list[Scheduled] = []
         self.dropped: dict[str, bool] = {}
-        """As `Images.take_dropped` returns it."""
+        """As `ImageMemory.take_dropped` returns it."""
         self.dropped_crops: tuple[str, ...] = ()
         self.is_due = False
         """Whether the step is made even if it only drops images."""

@@ -256,7 +256,7 @@ def _fit(
     from ..building.device import device_of, dtype_of
     from ..checkpoint.open import load_weights, open_model
     from ..models.moondream import Moondream
-    from .learning.images import ImageEmbeddings
+    from .learning.image_embeddings import ImageEmbeddings
     from .learning.parameters import Parameters
 
     opened = open_model(config, progress=progress)

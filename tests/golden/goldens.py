@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.preprocess.crops import cut_crops
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.preprocess.tokenizer import Tokenizer
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.skills.base import SkillContext

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.processes.decoder import ImageDecoder
 from kestrel_engine.preprocess.processes.segments import new_segment
 from kestrel_engine.types.model_config import VisionConfig

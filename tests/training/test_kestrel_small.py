@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.crops import cut_crops, select_tiling
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from training.camera import spoil
 from training.crops import crops
 from training.domains.picture import Ask, Picture

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 
 from kestrel_engine import RuntimeConfig
-from kestrel_engine.config.images import ImageLimits
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.config.image_limits import ImageLimits
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from training.domains.picture import Picture
 from training.judging import figures_of, judge, table
 from training.scenes.evaluation_set import Example, encode, example

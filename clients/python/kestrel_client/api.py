@@ -51,8 +51,8 @@ from .geometry import Point as Point
 from .geometry import SpatialRef as SpatialRef
 from .geometry import Tiles as Tiles
 from .images.features import ImageFeatures as ImageFeatures
-from .images.images import ImageHandle as ImageHandle
-from .images.images import ImageInput as ImageInput
+from .images.image_forms import ImageHandle as ImageHandle
+from .images.image_forms import ImageInput as ImageInput
 from .images.known import ImageSource as ImageSource
 from .synchronous.admin import KestrelAdmin as KestrelAdmin
 from .synchronous.client import KestrelClient as KestrelClient

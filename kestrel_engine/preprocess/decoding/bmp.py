@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from ...config.images import ImageLimits
+from ...config.image_limits import ImageLimits
 from ...errors import ImageDecodeError, UnsupportedImageError
 from .costs import FIELD, KINDS, Cost, check_size, cost_of
 from .decoded_image import Allocate, DecodedImage, new_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...config.images import ImageLimits
+from ...config.image_limits import ImageLimits
 from ...config.setting import settings_of
 from ...errors import ImageDecodeError, ImageTooLargeError
 

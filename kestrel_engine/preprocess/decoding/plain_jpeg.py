@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ...config.images import ImageLimits
+from ...config.image_limits import ImageLimits
 from .costs import KINDS, Cost, check_size, cost_of
 from .decoded_image import Allocate, DecodedImage, new_bytes
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ...config.images import ImageLimits
+from ...config.image_limits import ImageLimits
 from ...confinement.own_memory import open_count, read_count
 from ...errors import RequestError
 from ...processes.forking import Fork
@@ -46,7 +46,7 @@ from ..crops import (
 from ..decoding.bmp import load_reader
 from ..decoding.costs import PIXELS, Cost, check_size, cost_of
 from ..decoding.decoded_image import DecodedImage, new_bytes
-from ..decoding.images import Undecoded, read_header
+from ..decoding.open_image import Undecoded, read_header
 from ..looks import Selection, look_size, read_selection, regions
 
 _SLACK_BYTES = 64 * 2**20

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from ...config.images import ImageLimits
+from ...config.image_limits import ImageLimits
 from ...processes.lines import Line
 from ...processes.template import confined
 from ...types.model_config import VisionConfig

@@ -32,8 +32,8 @@ from .state.staging import Uploader
 from .step_results import StepResults
 from .text.decoder import FusedText
 from .text.options import TextOptions
+from .vision.encoded_images import EncodedImages
 from .vision.graphs import VisionGraphs
-from .vision.images import EncodedImages
 from .vision.tower import MAX_CROPS, FusedVision
 from .weights import pack_weights
 

@@ -21,7 +21,7 @@ from ...models.moondream import Moondream
 from ..data.lessons import Lesson
 from ..data.views import View, Views
 from ..settings import TeachingSettings
-from .images import ImageEmbeddings
+from .image_embeddings import ImageEmbeddings
 from .losses import loss_of
 from .packing import LessonBatch, RowPlan, pack, rows_of
 from .parameters import Parameters

@@ -17,7 +17,7 @@ from ...models.low_rank import LowRank
 from ...types.adapter import INPUT
 from ...types.model_config import ModelConfig
 from ..settings import TeachingSettings
-from .images import NOTHING, PROJECTOR, TOWER, Changed
+from .image_embeddings import NOTHING, PROJECTOR, TOWER, Changed
 
 _LAYERS = {
     "mlp": r"text\..*\.mlp\.",

@@ -28,10 +28,10 @@ import numpy as np
 import pyvips
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageError
 from kestrel_engine.preprocess.crops import cut_crops
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.types.model_config import VisionConfig
 
 LIMIT_S = 2.0

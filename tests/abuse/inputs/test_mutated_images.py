@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_engine.preprocess.decoding.images import FORMATS
+from kestrel_engine.preprocess.decoding.open_image import FORMATS
 from tests.abuse.inputs import mutated_images
 
 ROOT = Path(__file__).parents[3]

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from benchmarks.traffic.images import jpeg
+from benchmarks.traffic.random_images import jpeg
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub

@@ -9,7 +9,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client.calls.restoring import IMAGE_NOT_FOUND, Restoring
 from kestrel_client.errors import NotFoundError
-from kestrel_client.images.images import ImageHandle
+from kestrel_client.images.image_forms import ImageHandle
 from kestrel_client.images.known import KnownImages
 
 UNKNOWN = NotFoundError(grpc.StatusCode.NOT_FOUND, "not stored", reason=IMAGE_NOT_FOUND)

@@ -14,7 +14,7 @@ import pytest
 
 from kestrel_client import InvalidImageError, RequestTooLargeError
 from kestrel_client.images.fetching import fetch
-from kestrel_client.images.images import loaded, to_image
+from kestrel_client.images.image_forms import loaded, to_image
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -12,7 +12,7 @@ from PIL import Image
 
 from kestrel_client import InvalidImageError, RequestTooLargeError
 from kestrel_client._pb.kestrel.v1 import common_pb2
-from kestrel_client.images.images import to_image, to_pillow
+from kestrel_client.images.image_forms import to_image, to_pillow
 
 LIMIT = 64 * 1024 * 1024
 RGB = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import KestrelError
 from kestrel_engine.preprocess import pool
 from kestrel_engine.preprocess.pool import PreprocessPool

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import RequestError
 from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.heif_probes import HEIF_PROBES
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.decoding.test_hostile_images import IMAGE, REFUSED, TAKEN, encoded

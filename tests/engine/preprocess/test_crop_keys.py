@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.crop_keys import _tiles_read, crop_keys
 from kestrel_engine.preprocess.crops import cut_crops, device_makes_crops, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage

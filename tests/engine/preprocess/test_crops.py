@@ -13,10 +13,10 @@ import pyvips
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.crops import cut_crops, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.types.model_config import VisionConfig
 from tests.examples import given_examples
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.preprocess.crops import select_tiling
-from kestrel_engine.preprocess.decoding.images import OnBackground
+from kestrel_engine.preprocess.decoding.open_image import OnBackground
 from kestrel_engine.preprocess.looks import InCrops, InRegion, Tiled, Tiles
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.types.model_config import VisionConfig

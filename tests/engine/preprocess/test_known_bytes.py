@@ -5,7 +5,7 @@ import os
 
 import pyvips
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.known_bytes import RECORD_BYTES, KnownBytes
 from kestrel_engine.preprocess.pool import HASHED_AT_ONCE_BYTES, PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_digest

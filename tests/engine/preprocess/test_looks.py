@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageTooLargeError, InvalidRequest
 from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
-from kestrel_engine.preprocess.decoding.images import OnBackground
+from kestrel_engine.preprocess.decoding.open_image import OnBackground
 from kestrel_engine.preprocess.looks import InRegion, Selection, Tiled, Tiles, regions
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.types.model_config import VisionConfig

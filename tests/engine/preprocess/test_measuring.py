@@ -9,10 +9,10 @@ import pytest
 import pyvips
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageTooLargeError, InvalidRequest, UnsupportedImageError
 from kestrel_engine.preprocess.decoding.costs import Cost
-from kestrel_engine.preprocess.decoding.images import FORMATS
+from kestrel_engine.preprocess.decoding.open_image import FORMATS
 from kestrel_engine.preprocess.jobs import HeaderSize, ImageJob
 from kestrel_engine.preprocess.looks import InCrops, InRegion, Tiled, Tiles
 from kestrel_engine.preprocess.pool import PreprocessPool

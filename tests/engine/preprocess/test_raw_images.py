@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import EngineClosed, ImageTooLargeError
 from kestrel_engine.preprocess import raw_images
 from kestrel_engine.preprocess.crop_keys import crop_keys

@@ -12,7 +12,7 @@ import torch
 from kestrel_engine import ConfigError, ImageLimits, RuntimeConfig
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import cut_crops
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.teaching import TeachingSettings, read_folder, teach
 from kestrel_engine.teaching.data.examples import (
     AnsweredQuestion,
@@ -23,7 +23,7 @@ from kestrel_engine.teaching.data.examples import (
 )
 from kestrel_engine.teaching.judging import Score, score
 from kestrel_engine.teaching.learning.fitting import FitStep
-from kestrel_engine.teaching.learning.images import ImageEmbeddings
+from kestrel_engine.teaching.learning.image_embeddings import ImageEmbeddings
 from kestrel_engine.teaching.learning.parameters import Parameters
 from kestrel_engine.teaching.replay import (
     GENERAL_OBJECTS,

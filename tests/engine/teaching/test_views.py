@@ -15,7 +15,7 @@ from kestrel_engine.teaching import TeachingSettings
 from kestrel_engine.teaching.data.lessons import Lesson
 from kestrel_engine.teaching.data.views import View, Views
 from kestrel_engine.teaching.learning.fitting import Fitting, ImageLessons
-from kestrel_engine.teaching.learning.images import ImageEmbeddings
+from kestrel_engine.teaching.learning.image_embeddings import ImageEmbeddings
 from kestrel_engine.teaching.learning.parameters import Parameters
 from kestrel_engine.types.requests import Coord, Size
 from tests.engine.models import small

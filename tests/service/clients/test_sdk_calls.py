@@ -34,7 +34,7 @@ from kestrel_client import (
     TextDelta,
 )
 from kestrel_client.calls.prepared import Prepared
-from kestrel_client.calls.requests import images
+from kestrel_client.calls.requests import stored_images
 from tests.service.conftest import LIMITS
 from tests.threaded import Threaded
 from tests.waiting import until
@@ -115,8 +115,8 @@ async def test_large_files_go_in_pieces(serve, picture, monkeypatch):
     served = await serve()
     async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         whole = await client.put_image(picture)
-        monkeypatch.setattr(images, "UPLOAD_THRESHOLD_BYTES", 1000)
-        monkeypatch.setattr(images, "CHUNK_BYTES", 900)
+        monkeypatch.setattr(stored_images, "UPLOAD_THRESHOLD_BYTES", 1000)
+        monkeypatch.setattr(stored_images, "CHUNK_BYTES", 900)
         pieces = client._requests.images.put(picture, None, None).request()
         info, *chunks = pieces
         assert info.info.size_bytes == sum(len(each.chunk) for each in chunks)
@@ -135,8 +135,8 @@ async def test_large_files_go_in_pieces(serve, picture, monkeypatch):
 async def test_an_upload_whose_status_grpc_drops_is_sent_again(serve, picture, monkeypatch):
     """On an asyncio channel, where the server refuses an upload while its pieces are sent."""
     served = await serve()
-    monkeypatch.setattr(images, "UPLOAD_THRESHOLD_BYTES", 1000)
-    monkeypatch.setattr(images, "CHUNK_BYTES", 900)
+    monkeypatch.setattr(stored_images, "UPLOAD_THRESHOLD_BYTES", 1000)
+    monkeypatch.setattr(stored_images, "CHUNK_BYTES", 900)
     sent = []
 
     def send(self, stub):

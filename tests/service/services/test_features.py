@@ -23,7 +23,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client.commands.requests.features import read_features, write_features
 from kestrel_client.values.embeddings import EmbedResult, embed_result
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.preprocess.features import ImageFeatures as Given
 from kestrel_engine.preprocess.features import check_features, features_of, prepared_features

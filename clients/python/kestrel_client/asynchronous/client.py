@@ -46,7 +46,7 @@ from ..geometry import (
     SpatialRef,
     TilesInput,
 )
-from ..images.images import ImageHandle, ImageInput
+from ..images.image_forms import ImageHandle, ImageInput
 from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
 from ..values.counting import TokenCount
 from ..values.description import (

@@ -18,7 +18,7 @@ import grpc
 from .._pb.kestrel.v1 import common_pb2
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..errors import STATUS_DROPPED, RpcError, UnavailableError, from_rpc_error
-from ..images.images import ImageInput
+from ..images.image_forms import ImageInput
 from ..values.frames import FrameResult, frame_result
 from ..values.tasks import Task
 

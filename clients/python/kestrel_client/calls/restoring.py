@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from .._pb.kestrel.v1 import common_pb2
 from ..errors import STATUS_DROPPED, ConnectionLostError, InvalidImageError, NotFoundError, RpcError
-from ..images.images import ImageHandle, ImageInput
+from ..images.image_forms import ImageHandle, ImageInput
 from ..images.known import KnownImages
 from ..images.request_images import request_images
 from .prepared import Prepared

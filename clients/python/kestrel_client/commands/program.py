@@ -30,8 +30,8 @@ COMMANDS = entries(
             ),
             "embed": ("requests.embed", "compute embeddings of images, for search and comparison"),
             "run": ("requests.run_skill", "run any skill of the server by its name"),
-            "put": ("requests.images", "store an image on the server and print its id"),
-            "forget": ("requests.images", "delete a stored image"),
+            "put": ("requests.stored_images", "store an image on the server and print its id"),
+            "forget": ("requests.stored_images", "delete a stored image"),
             "mcp": (
                 "requests.mcp_server",
                 "offer a server's skills to agents (Model Context Protocol)",

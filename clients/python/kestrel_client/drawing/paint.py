@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MissingDependencyError
 from ..geometry import Box, Point
-from ..images.images import ImageInput, to_pillow
+from ..images.image_forms import ImageInput, to_pillow
 from .marks import Marks, Mask, Outline
 from .svg_path import polygons
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeAlias, TypeVar
 
 from .._pb.kestrel.v1 import common_pb2
-from .images import NO_LIMIT, ImageInput, to_image
+from .image_forms import NO_LIMIT, ImageInput, to_image
 
 DEFAULT_KEPT_IMAGE_BYTES = 64 * 1024 * 1024
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..errors import KestrelError, RpcError, from_rpc_status
-from ..images.images import ImageInput
+from ..images.image_forms import ImageInput
 from .reading import read, words_by_value
 from .results.base import Result
 from .tasks import AnalyzeResult, Task, TaskOf, analyze_result

@@ -10,7 +10,7 @@ from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..drawing.marks import Marks, MaskFormat
 from ..errors import InvalidRequestError, RpcError, from_rpc_status
 from ..geometry import BoxInput, ImageSize, PointInput, SpatialRef, TilesInput
-from ..images.images import ImageInput
+from ..images.image_forms import ImageInput
 from .constraint import Constraint
 from .events import Event, read_event
 from .plain import plain_fields, plain_value

@@ -26,7 +26,7 @@ from ..attention.prefill import AttentionChoice, PrefillAttention
 from ..footprint import PASS_POSITIONS
 from ..state.staging import Uploader
 from ..text.decoder import FusedText
-from ..vision.images import EncodedImages
+from ..vision.encoded_images import EncodedImages
 from .batch import PrefillBatch, prefill_batch
 from .graphs import MAX_BLOCKS, MAX_TEXT, PrefillGraphs, tiles_of
 

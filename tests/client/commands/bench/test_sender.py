@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from kestrel_client import KestrelError, TextDelta
-from kestrel_client.commands.bench.sending import images
-from kestrel_client.commands.bench.sending.images import ImageSource, make_images, new_image
+from kestrel_client.commands.bench.sending import sample_images
 from kestrel_client.commands.bench.sending.mix import Mix
+from kestrel_client.commands.bench.sending.sample_images import ImageSource, make_images, new_image
 from kestrel_client.commands.bench.sending.sender import (
     UNFINISHED,
     ClientPlan,
@@ -204,10 +204,10 @@ async def test_an_interrupt_ends_a_stage_at_once():
 def test_images_are_bounded(tmp_path, monkeypatch):
     path = tmp_path / "a.jpg"
     path.write_bytes(bytes(100))
-    assert images.open_images([str(path)]) == [bytes(100)]
-    monkeypatch.setattr(images, "_MOST_BYTES", 150)
+    assert sample_images.open_images([str(path)]) == [bytes(100)]
+    monkeypatch.setattr(sample_images, "_MOST_BYTES", 150)
     with pytest.raises(CommandError, match=r"a.jpg: the images of a run together may have"):
-        images.open_images([str(path), str(path)])
+        sample_images.open_images([str(path), str(path)])
     with pytest.raises(CommandError, match=r"made-up image 1 of 3: .* may have"):
         make_images(3, 64, 48, seed=0)
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import pyvips
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.crops import cut_crops
-from kestrel_engine.preprocess.decoding.images import EncodedImage
+from kestrel_engine.preprocess.decoding.open_image import EncodedImage
 from kestrel_engine.types.model_config import VisionConfig
 
 LIMITS, VISION = ImageLimits(), VisionConfig()

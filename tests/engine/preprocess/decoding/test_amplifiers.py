@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageError, ImageTooLargeError
 from kestrel_engine.preprocess.decoding.amplifiers import (
     MOST_PAGES,
@@ -16,7 +16,7 @@ from kestrel_engine.preprocess.decoding.amplifiers import (
     num_pages,
     num_scans,
 )
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 
 LIMITS = ImageLimits()
 IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8))

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from kestrel_engine import InvalidRequest
-from kestrel_engine.config.images import ImageLimits
-from kestrel_engine.preprocess.decoding.images import OnBackground, open_image
+from kestrel_engine.config.image_limits import ImageLimits
+from kestrel_engine.preprocess.decoding.open_image import OnBackground, open_image
 from kestrel_engine.preprocess.prepared_cache import source_digest, source_key
 
 LIMITS = ImageLimits()

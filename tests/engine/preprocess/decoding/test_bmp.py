@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageDecodeError, ImageTooLargeError, UnsupportedImageError
 from kestrel_engine.preprocess.decoding.bmp import BmpImage
-from kestrel_engine.preprocess.decoding.images import OnBackground, open_image
+from kestrel_engine.preprocess.decoding.open_image import OnBackground, open_image
 
 LIMITS = ImageLimits()
 RNG = np.random.default_rng(7)

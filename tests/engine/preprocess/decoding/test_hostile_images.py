@@ -13,7 +13,7 @@ import pytest
 import pyvips
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import (
     ImageDecodeError,
     ImageError,
@@ -22,7 +22,7 @@ from kestrel_engine.errors import (
     UnsupportedImageError,
 )
 from kestrel_engine.preprocess.decoding.costs import KINDS, check_pixels
-from kestrel_engine.preprocess.decoding.images import FORMATS, open_image
+from kestrel_engine.preprocess.decoding.open_image import FORMATS, open_image
 
 LIMITS = ImageLimits()
 IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 32, 3), dtype=np.uint8))
@@ -317,10 +317,10 @@ NO_DISK = """
 import io, sys, tempfile
 import numpy as np
 from PIL import Image
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.preprocess.crops import prepare
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 import pyvips
 
 pixels = np.zeros((900, 1200, 3), np.uint8)

@@ -9,7 +9,7 @@ import pytest
 import pyvips
 from PIL import Image, ImageCms, ImageOps
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import (
     ImageDecodeError,
     ImageTooLargeError,
@@ -19,7 +19,7 @@ from kestrel_engine.errors import (
 from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding import plain_jpeg
 from kestrel_engine.preprocess.decoding.heif_probes import HEIF_PROBES
-from kestrel_engine.preprocess.decoding.images import FORMATS, open_image
+from kestrel_engine.preprocess.decoding.open_image import FORMATS, open_image
 from kestrel_engine.types.model_config import VisionConfig
 
 LIMITS = ImageLimits()

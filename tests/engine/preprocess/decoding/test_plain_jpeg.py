@@ -7,10 +7,10 @@ import pytest
 import pyvips
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import RequestError
 from kestrel_engine.preprocess.decoding import plain_jpeg
-from kestrel_engine.preprocess.decoding.images import open_image, read_header
+from kestrel_engine.preprocess.decoding.open_image import open_image, read_header
 from kestrel_engine.preprocess.decoding.plain_jpeg import PlainJpeg, plain_size
 
 LIMITS = ImageLimits()

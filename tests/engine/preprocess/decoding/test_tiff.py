@@ -7,9 +7,9 @@ import pytest
 import pyvips
 from PIL import Image, ImageOps
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageDecodeError, UnsupportedImageError
-from kestrel_engine.preprocess.decoding.images import OnBackground, open_image
+from kestrel_engine.preprocess.decoding.open_image import OnBackground, open_image
 from tests.engine.preprocess.decoding.tiffs import HEIGHT, WIDTH, tiff, tiff_of
 
 RED = (200, 30, 40)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageDecodeError, UnsupportedImageError
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 
 RED = (200, 30, 40)
 ARITHMETIC = base64.b64decode(

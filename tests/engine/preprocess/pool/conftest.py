@@ -12,7 +12,7 @@ import pytest
 import pyvips
 from PIL import Image
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 from kestrel_engine.preprocess.processes.decoder_process import DecoderProcess
 from kestrel_engine.types.model_config import VisionConfig

@@ -151,7 +151,7 @@ async def test_close_ends_running_images_at_once(make_pool):
 _KILLED = """
 import asyncio, sys
 import numpy as np
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.processes.template import confined
 from kestrel_engine.preprocess.pool import PreprocessPool

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import (
     EngineClosed,
     ImageTooLargeError,

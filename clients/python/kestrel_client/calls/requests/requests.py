@@ -16,7 +16,7 @@ from ..._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ...connection import Connection
 from ...errors import InvalidRequestError
 from ...geometry import to_region
-from ...images.images import ImageHandle, ImageInput, loaded, to_image
+from ...images.image_forms import ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages
 from ...images.request_images import request_images
 from ...values.counting import TokenCount, token_count
@@ -42,8 +42,8 @@ from ..prepared import Method, Prepared, prepare
 from ..restoring import Restoring
 from ..streams import Reading
 from .building import build, choice
-from .images import ImageRequests
 from .options import HandlingOptions, LateFrames, QueryOptions, checked_session, to_handling
+from .stored_images import ImageRequests
 from .tasks import skill_of, to_message, to_task, vision_method
 
 _LATE_FRAMES = words(pb.LateFrames)

@@ -39,8 +39,8 @@ from .reporting.results import (
 from .reporting.text import ramp_end, stage_line, stage_table, summary
 from .sending.client_health import ClientHealth
 from .sending.fleet import Fleet, open_fleet
-from .sending.images import Image, make_images, open_images
 from .sending.mix import Mix
+from .sending.sample_images import Image, make_images, open_images
 from .sending.sender import ClientPlan, Stage
 from .stages import Ramp, Slo
 from .tally import Tally

@@ -10,7 +10,7 @@ from html import escape
 from itertools import islice
 from pathlib import Path
 
-from kestrel_client.images.images import to_pillow
+from kestrel_client.images.image_forms import to_pillow
 from kestrel_client.values.results.showing import draw_marks
 
 from ..batch.overlays import marks_of

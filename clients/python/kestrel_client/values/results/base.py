@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..._pb.kestrel.v1 import common_pb2
 from ...geometry import ImageSize, read_size
-from ...images.images import ImageInput
+from ...images.image_forms import ImageInput
 from ..plain import Plain, plain_fields
 from ..reading import read, words_by_value
 from .showing import Drawn

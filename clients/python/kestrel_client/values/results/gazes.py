@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, labelled
 from ...geometry import Box, Point, from_box, from_point
-from ...images.images import ImageInput
+from ...images.image_forms import ImageInput
 from .base import (
     FinishReason,
     ImageResult,

@@ -8,7 +8,7 @@ from typing import Any
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, labelled
 from ...geometry import Box, Point
-from ...images.images import ImageInput
+from ...images.image_forms import ImageInput
 from ..struct_values import from_struct
 from .base import Result, clipped, common_fields, read_finish_reason
 from .text import Logprobs, read_logprobs

@@ -11,7 +11,7 @@ from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, labelled
 from ...errors import RpcError
 from ...geometry import DetectedBox, DetectedPoint, to_detected_box, to_detected_point
-from ...images.images import ImageInput
+from ...images.image_forms import ImageInput
 from . import exports
 from .base import ImageResult, common_fields, read_finish_reasons, shortened, shown_scores
 from .searches import ObjectSearch, read_search

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..._pb.kestrel.v1 import vision_service_pb2
 from ...drawing.marks import Marks, Mask, Outline, labelled
 from ...geometry import Box, DetectedBox, edges, from_box
-from ...images.images import ImageInput
+from ...images.image_forms import ImageInput
 from . import exports
 from .objects import ObjectsResult, searched_fields
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...drawing.marks import Marks
 from ...errors import InvalidImageError, KestrelError
-from ...images.images import ImageInput
+from ...images.image_forms import ImageInput
 
 if TYPE_CHECKING:
     import PIL.Image

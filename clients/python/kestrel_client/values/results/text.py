@@ -9,7 +9,7 @@ from typing import Any
 from ..._pb.kestrel.v1 import common_pb2, vision_service_pb2
 from ...drawing.marks import Marks
 from ...geometry import ImageSize, Point, from_point, read_size
-from ...images.images import ImageInput
+from ...images.image_forms import ImageInput
 from .base import (
     FinishReason,
     ImageResult,

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from kestrel_engine.config.images import ImageLimits
+from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.models.vision import num_distinct
 from kestrel_engine.preprocess.crops import cut_crops, select_tiling
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
-from kestrel_engine.preprocess.decoding.images import open_image
+from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.runtime.gpu.capture import record_graph
 from kestrel_engine.runtime.gpu.state.staging import ImageUploader, Uploader
 from kestrel_engine.runtime.gpu.vision import crop_graphs, device_crops

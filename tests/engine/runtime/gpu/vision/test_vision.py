@@ -15,7 +15,7 @@ from kestrel_engine.models.vision import VisionModel, patches
 from kestrel_engine.runtime.gpu.attention.patches import BATCHES
 from kestrel_engine.runtime.gpu.state.staging import Uploader
 from kestrel_engine.runtime.gpu.vision import tower as fused_vision
-from kestrel_engine.runtime.gpu.vision.images import EncodedImages
+from kestrel_engine.runtime.gpu.vision.encoded_images import EncodedImages
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.requests import PreparedImage

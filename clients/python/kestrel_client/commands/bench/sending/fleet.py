@@ -17,7 +17,7 @@ from typing import Any
 from ...parser import CommandError
 from ..tally import Tally
 from .client_health import ClientHealth
-from .images import ImageSource
+from .sample_images import ImageSource
 from .sender import ClientPlan, Connections, Sender, Stage
 
 _PER_CONNECTION = 64

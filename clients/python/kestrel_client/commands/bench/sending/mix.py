@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .images import Image
+from .sample_images import Image
 
 SKILLS = ("query", "caption", "point", "detect", "segment")
 

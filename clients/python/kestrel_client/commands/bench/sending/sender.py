@@ -19,8 +19,8 @@ from kestrel_client import AsyncKestrelClient, KestrelError
 from ..stages import Loop, Slo
 from ..tally import Tally
 from .client_health import ClientHealth, watch_health
-from .images import Image, ImageSource
 from .mix import Ask, Mix
+from .sample_images import Image, ImageSource
 
 Arrivals: TypeAlias = Literal["poisson", "steady"]
 _PAUSE_AFTER_ERROR_S = 0.05

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import clock
 from ..building.factory import Built
-from ..config.images import ImageLimits
+from ..config.image_limits import ImageLimits
 from ..config.runtime import RuntimeConfig
 from ..config.sizes import Sizes
 from ..errors import RequestError

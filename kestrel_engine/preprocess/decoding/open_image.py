@@ -31,7 +31,7 @@ import numpy as np
 import pyvips
 from pyvips import ffi, vips_lib
 
-from ...config.images import ImageLimits
+from ...config.image_limits import ImageLimits
 from ...errors import ImageDecodeError, ImageTooLargeError, InvalidRequest, UnsupportedImageError
 from . import amplifiers, bmp, plain_jpeg, tiff, unsupported
 from .bmp import BmpImage, on_background

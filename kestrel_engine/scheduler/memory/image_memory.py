@@ -1,4 +1,4 @@
-"""Images: which images are being encoded, and which embeddings and crops' features the runtime keeps.
+"""ImageMemory: which images are being encoded, and which embeddings and crops' features the runtime keeps.
 
 Owns, by content key, how many crops were scheduled and how many sequences use the image. Embeddings without users stay
 until there are more than ``capacity``, in case an image's pages are evicted; the least recently used goes first. An
@@ -96,7 +96,7 @@ class _Held:
         return self.num_scheduled == self.image.num_crops
 
 
-class Images:
+class ImageMemory:
     """acquire() when a prefix must be computed, release() when it is; encode() hands out crops in order of need."""
 
     def __init__(self, capacity: int, kept_crops: int = 0) -> None:

@@ -9,13 +9,13 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ...config.images import ImageLimits
+from ...config.image_limits import ImageLimits
 from ...errors import ConfigError, RequestError
 from ...models.low_rank import Adapters
 from ...models.moondream import Moondream
 from ...models.vision import num_distinct
 from ...preprocess.crops import cut_crops
-from ...preprocess.decoding.images import open_image
+from ...preprocess.decoding.open_image import open_image
 from ..data.views import View
 
 Changed: TypeAlias = Literal["nothing", "projector", "tower"]

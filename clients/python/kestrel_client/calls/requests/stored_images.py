@@ -13,7 +13,7 @@ from ..._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from ...connection import Connection, Metadata
 from ...errors import InvalidImageError
 from ...geometry import read_size
-from ...images.images import NO_LIMIT, ImageHandle, ImageInput, loaded, to_image
+from ...images.image_forms import NO_LIMIT, ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages
 from ..prepared import Method, Prepared, prepare
 from .options import checked_session

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kestrel_client import ImageHandle, KestrelError, RequestTooLargeError
 from kestrel_client.images.fetching import is_url
-from kestrel_client.images.images import loaded, to_pillow
+from kestrel_client.images.image_forms import loaded, to_pillow
 
 from ...parser import CommandError
 from ...requests.inputs import open_inputs
