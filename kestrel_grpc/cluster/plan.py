@@ -15,7 +15,7 @@ from ..settings.cluster import CLUSTER, ClusterConfig
 from ..settings.configuration import SECRETS, Configuration, given_settings
 from ..settings.flags import configured
 from ..settings.model import config_error
-from ..settings.sources import Setting, SettingsError, name_of
+from ..settings.sources import FlagSetting, SettingsError, name_of
 
 _DRAIN_DELAY_S = 5.0
 """The default of --drain-delay here, also in Kubernetes: no hook waits before a server of the cluster is stopped."""
@@ -72,7 +72,7 @@ class ClusterPlan:
 def cluster_plan(
     args: argparse.Namespace,
     settled: Configuration,
-    settings: Sequence[Setting],
+    settings: Sequence[FlagSetting],
     environ: Mapping[str, str] | None = None,
 ) -> ClusterPlan:
     """``settings``: those of ``args``. Raises SettingsError."""

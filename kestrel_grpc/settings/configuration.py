@@ -19,7 +19,7 @@ from .model import add_model_flags, runtime_configs
 from .security import add_security_flags, security_config
 from .server import ServerConfig, server_config
 from .shared_images import PASSWORD_VARIABLE, SharedImagesConfig
-from .sources import CONFIG_FLAG, CONFIG_VARIABLE, Setting, read_config_file
+from .sources import CONFIG_FLAG, CONFIG_VARIABLE, FlagSetting, read_config_file
 from .telemetry import TelemetryConfig
 from .workers import WorkersConfig
 
@@ -75,7 +75,7 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     read_config_file(parser, known_settings)
 
 
-def known_settings() -> Sequence[Setting]:
+def known_settings() -> Sequence[FlagSetting]:
     """All settings that a file may hold, because one file serves all commands."""
     parser = Parser(add_help=False)
     add_flags(parser, {})
@@ -84,7 +84,7 @@ def known_settings() -> Sequence[Setting]:
 
 
 def print_configuration(
-    settings: Sequence[Setting], args: argparse.Namespace, environ: Mapping[str, str]
+    settings: Sequence[FlagSetting], args: argparse.Namespace, environ: Mapping[str, str]
 ) -> str:
     """TOML that gives the same configuration, with the source of each value in a comment.
 
@@ -92,7 +92,7 @@ def print_configuration(
     Secrets are hidden.
     """
 
-    def line(setting: Setting) -> str:
+    def line(setting: FlagSetting) -> str:
         value, source = getattr(args, setting.dest), args.sources[setting.dest]
         origin = "default" if source.kind == "default" else f"{source.kind} {source.name}"
         shown = f"# {setting.key}: {setting.shown}" if value is None else _line(setting, value)
@@ -106,7 +106,7 @@ def print_configuration(
     return "\n".join(parts).rstrip("\n")
 
 
-def given_settings(settings: Sequence[Setting], args: argparse.Namespace) -> str:
+def given_settings(settings: Sequence[FlagSetting], args: argparse.Namespace) -> str:
     """TOML of those ``settings`` that are not defaults. It gives the same configuration on another machine."""
     given = [
         each
@@ -116,7 +116,7 @@ def given_settings(settings: Sequence[Setting], args: argparse.Namespace) -> str
     return "".join(_sections(given, lambda each: _line(each, getattr(args, each.dest))))
 
 
-def _sections(settings: Sequence[Setting], line: Callable[[Setting], str]) -> list[str]:
+def _sections(settings: Sequence[FlagSetting], line: Callable[[FlagSetting], str]) -> list[str]:
     """The tables of a file, with a ``line`` for each of ``settings``."""
     tables: dict[str, str] = {}
     for each in settings:
@@ -126,7 +126,7 @@ def _sections(settings: Sequence[Setting], line: Callable[[Setting], str]) -> li
     return list(tables.values())
 
 
-def _line(setting: Setting, value: Any) -> str:
+def _line(setting: FlagSetting, value: Any) -> str:
     if setting.repeated and setting.default is not None and len(value) == 1:
         (value,) = value  # One model needs no list.
     return f"{setting.key} = {_toml(value)}"

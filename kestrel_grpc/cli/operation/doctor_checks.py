@@ -36,7 +36,7 @@ from ...settings.flags import SettingsError
 from ...settings.security import SecurityConfig
 from ...settings.server import ServerConfig
 from ...settings.shared_images import PASSWORD_VARIABLE, SharedImagesConfig
-from ...settings.sources import CONFIG_VARIABLE, Setting, variable_of
+from ...settings.sources import CONFIG_VARIABLE, FlagSetting, variable_of
 from ...settings.telemetry import missing_packages
 from ...settings.workers import address_of
 from ...workers.plan import plan_workers, shared_addresses
@@ -60,7 +60,7 @@ _LEAST_TIME = 1_750_000_000
 
 
 def check_server(
-    config: ServerConfig, settings: Sequence[Setting], environ: Mapping[str, str]
+    config: ServerConfig, settings: Sequence[FlagSetting], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Runs all checks of this module. ``settings``: all known settings, to find misspelt variables."""
     yield from check_packages()
@@ -255,7 +255,7 @@ def check_shared_images(config: SharedImagesConfig) -> Finding:
     )
 
 
-def check_variables(settings: Sequence[Setting], environ: Mapping[str, str]) -> Finding:
+def check_variables(settings: Sequence[FlagSetting], environ: Mapping[str, str]) -> Finding:
     """Finds unknown variables that begin with KESTREL_, because the server ignores a misspelt variable silently."""
     flags = [setting.flag for setting in settings]
     known = {variable_of(flag) for flag in (*flags, *_CLIENT_FLAGS)} | set(_OTHER_VARIABLES)
