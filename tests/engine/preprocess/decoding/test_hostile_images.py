@@ -319,7 +319,7 @@ import numpy as np
 from PIL import Image
 from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.types.model_config import VisionConfig
-from kestrel_engine.preprocess.crops import prepare
+from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.open_image import open_image
 import pyvips
 
@@ -329,9 +329,9 @@ exif[0x0112] = 6
 for fmt in ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "AVIF"):
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, fmt, exif=exif)
-    prepare(open_image(buffer.getvalue(), ImageLimits()), VisionConfig())
+    cut_crops(open_image(buffer.getvalue(), ImageLimits()), VisionConfig())
 interlaced = pyvips.Image.new_from_array(pixels).pngsave_buffer(interlace=True)
-prepare(open_image(interlaced, ImageLimits()), VisionConfig())
+cut_crops(open_image(interlaced, ImageLimits()), VisionConfig())
 assert pyvips.cache_get_size() == 0
 try:  # the trap works: random access to a picture needs the disk
     plain = pyvips.Image.new_from_array(pixels).pngsave_buffer()
