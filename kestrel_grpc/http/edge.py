@@ -41,7 +41,7 @@ class ServiceCall:
     behaviour: Callable[[Any, Context], Awaitable[Any]]
     """The service's method."""
     answer: Callable[[Any], Any]
-    """Converts the service's answer to values for JSON, or to a Whole. Not called if ``events`` is given."""
+    """Converts the service's answer to values for JSON, or to a ByteResponse. Not called if ``events`` is given."""
     events: Callable[[Any], Iterable[bytes]] | None = None
     """For a stream: converts each message that ``behaviour`` writes to server-sent events."""
     rename: Rename = lambda path: path

@@ -34,7 +34,7 @@ from ...security.admission.admission import MessageTooLarge
 from ..body import check_compression, largest_body
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
-from ..forms import JSON, Told, Whole
+from ..forms import JSON, ByteResponse, ErrorResponse
 from ..refusals import Rename, headers_of, status_of_code
 from ..services import HttpServices
 from .proto_json import parse_json, to_json
@@ -84,8 +84,8 @@ class _Codec:
             raise MessageTooLarge("", f"the message has {size} bytes; the limit is {largest}")
         return message
 
-    def whole(self, response: Message) -> Whole:
-        return Whole(self.write(response), self.unary_type)
+    def whole(self, response: Message) -> ByteResponse:
+        return ByteResponse(self.write(response), self.unary_type)
 
     def envelope(self, response: Message) -> Iterable[bytes]:
         yield _envelope(0, self.write(response))
@@ -243,9 +243,9 @@ class _Form:
     def ending(self) -> bytes:
         return _envelope(_END, b"{}")
 
-    def told(self, error: Exception, call: Call, rename: Rename) -> Told:
+    def error_response(self, error: Exception, call: Call, rename: Rename) -> ErrorResponse:
         described = complaint(error, call.request_id)
-        told = {
+        error_body = {
             "code": described.code.name.lower().replace("cancelled", "canceled"),
             "message": described.message,
             "details": [_detail(each) for each in described.details],
@@ -255,12 +255,12 @@ class _Form:
         if isinstance(error, UnsupportedBody):
             status = 415
         elif self.streams:
-            end = {"error": told, "metadata": {key: [value] for key, value in trailers}}
+            end = {"error": error_body, "metadata": {key: [value] for key, value in trailers}}
             last = _envelope(_END, orjson.dumps(end))
-            return Told(200, Whole(last, self.stream_type), last)
+            return ErrorResponse(200, ByteResponse(last, self.stream_type), last)
         prefixed = ((f"trailer-{key}".encode(), value.encode()) for key, value in trailers)
-        whole = Whole(orjson.dumps(told), JSON, (*headers_of(error), *prefixed))
-        return Told(status, whole, b"")
+        whole = ByteResponse(orjson.dumps(error_body), JSON, (*headers_of(error), *prefixed))
+        return ErrorResponse(status, whole, b"")
 
 
 def _detail(detail: Message) -> dict[str, Any]:
