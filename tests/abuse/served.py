@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from types import TracebackType
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.types.requests import Token
@@ -108,12 +107,7 @@ class ServedInThread:
         self.address = self._server.addresses[0]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)

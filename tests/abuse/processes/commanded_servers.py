@@ -9,7 +9,6 @@ import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 
 from tests.abuse.processes.three_servers import FILES, Servers, places
 
@@ -86,12 +85,7 @@ class CommandedServers:
     def __enter__(self) -> CommandedServers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()

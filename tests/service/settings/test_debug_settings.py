@@ -27,15 +27,8 @@ def test_by_default_nothing_is_allowed():
 
 def test_flags_and_variables_reach_their_fields(tmp_path):
     folder = str(tmp_path)
-    told = settled(
-        *("--profile-dir", folder, "--capture-images"),
-        KESTREL_CAPTURE_DIR=folder,
-    )
-    assert told == DebugConfig(
-        profile_dir=folder,
-        capture_dir=folder,
-        capture_images=True,
-    )
+    told = settled("--profile-dir", folder, "--capture-images", KESTREL_CAPTURE_DIR=folder)
+    assert told == DebugConfig(profile_dir=folder, capture_dir=folder, capture_images=True)
 
 
 @pytest.mark.parametrize("flag", ["--profile-dir", "--capture-dir"])
