@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from kestrel_client._pb.inference import grpc_service_pb2
 from kestrel_client._pb.kestrel.v1 import (
     admin_service_pb2,
     common_pb2,
@@ -26,6 +27,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.edge.failures.status_message import DOMAIN
 from tests.abuse.inputs.edge_messages import mangled, near, nested
 from tests.abuse.served import METADATA, ServedInThread
+from tests.kserve.conftest import infer
 
 EXAMPLES = int(os.environ.get("KESTREL_FUZZ_EXAMPLES", "20"))
 FEW_AND_MANY = pytest.mark.parametrize(
@@ -149,11 +151,30 @@ ADMIN: dict[str, Message] = {
 }
 """Those that leave the server as it is."""
 
+INFER = infer(
+    id="seven",
+    SKILL="query",
+    QUESTION="What?",
+    IMAGE=jpeg(),
+    MAX_TOKENS=2,
+    TEMPERATURE=0.0,
+    REASONING=False,
+    SPATIAL_REFS="[[0.5, 0.5]]",
+)
+KSERVE: dict[str, Message] = {
+    "ModelInfer": INFER,
+    "ModelStreamInfer": INFER,
+    "ModelConfig": grpc_service_pb2.ModelConfigRequest(name="moondream", version="1"),
+    "ModelStatistics": grpc_service_pb2.ModelStatisticsRequest(name="moondream"),
+}
+"""KServe's methods whose requests have fields beside names."""
+
 SERVICES = {
     "VisionService": (pb, VISION),
     "ImageService": (image_service_pb2, IMAGES),
     "ModelService": (model_service_pb2, MODELS),
     "AdminService": (admin_service_pb2, ADMIN),
+    "GRPCInferenceService": (grpc_service_pb2, KSERVE),
 }
 METHODS = [(service, name) for service, (_, valid) in SERVICES.items() for name in valid]
 
@@ -174,7 +195,7 @@ class Caller:
         """The responses. Raises grpc.RpcError."""
         module, _ = SERVICES[service]
         method = module.DESCRIPTOR.services_by_name[service].methods_by_name[name]
-        path = f"/kestrel.v1.{service}/{name}"
+        path = f"/{method.containing_service.full_name}/{name}"
         response = getattr(module, method.output_type.name)
         stream = method.server_streaming
         if method.client_streaming and stream:
@@ -203,6 +224,12 @@ class Caller:
                 assert answer.WhichOneof("outcome")
                 assert not answer.HasField("error") or answer.error.code in NUMBERS, answer
             return grpc.StatusCode.OK
+        if name == "ModelStreamInfer":
+            (answer,) = answers
+            told = answer.error_message
+            code = grpc.StatusCode[told.partition(":")[0]] if told else grpc.StatusCode.OK
+            assert code is grpc.StatusCode.OK or code in CALLERS_FAULT
+            return code
         if len(answers) > 1:
             assert [a.sequence for a in answers] == list(range(len(answers)))
             assert answers[-1].HasField("final")
@@ -254,11 +281,11 @@ def around(name: str, message: Message | bytes) -> tuple[Message | bytes, ...]:
 
 
 def test_every_method_is_abused():
-    """But for those of AdminService that change what other tests find."""
+    """But for those of AdminService that change what other tests find, and some of KServe's."""
     for service, (module, valid) in SERVICES.items():
         named = set(module.DESCRIPTOR.services_by_name[service].methods_by_name)
         assert set(valid) <= named
-        assert service == "AdminService" or set(valid) == named
+        assert service in ("AdminService", "GRPCInferenceService") or set(valid) == named
 
 
 @pytest.mark.parametrize(("service", "name"), METHODS)
