@@ -40,19 +40,18 @@ def python(tmp_path_factory) -> Path:
     return python_with(tmp_path_factory.mktemp("triton"), "tritonclient[grpc,http]>=2.60,<3")
 
 
-@pytest.fixture(scope="module")
-def out(address: str, python: Path) -> dict[str, Any]:
+def run(*command: object, cwd: Path = ROOT) -> str:
+    """What the program prints."""
     done = subprocess.run(
-        [python, "tests/kserve/triton_program.py", address, KEY, IMAGE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+        [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def out(address: str, python: Path) -> Any:
+    return json.loads(run(python, "tests/kserve/triton_program.py", address, KEY, IMAGE))
 
 
 def test_server_and_model(out):
@@ -106,16 +105,7 @@ def test_our_messages_are_the_clients(out):
 
 
 def test_http(addresses: Addresses, python: Path):
-    done = subprocess.run(
-        [python, "tests/kserve/triton_http_program.py", addresses.http, KEY, IMAGE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    out = json.loads(done.stdout)
+    out = json.loads(run(python, "tests/kserve/triton_http_program.py", addresses.http, KEY, IMAGE))
     assert out["live"] and out["ready"] and out["server"] == "kestrel"
     assert out["model"] == [{"name": "TEXT_OUTPUT", "datatype": "BYTES", "shape": [1]}]
     assert out["decoupled"] == {"decoupled": True} and out["index"] == "READY"
@@ -133,26 +123,18 @@ def test_the_page_runs_as_written(python: Path, tmp_path: Path):
     ]
     shutil.copy(IMAGE, tmp_path / "picture.jpg")
     with served_model() as addresses:
-        done = subprocess.run(
-            [python, "-c", block.text.replace("127.0.0.1:50051", addresses.grpc)],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "9"
+        program = block.text.replace("127.0.0.1:50051", addresses.grpc)
+        assert run(python, "-c", program, cwd=tmp_path) == "9\n"
 
 
 def test_the_client_of_this_repository(address: str, python: Path):
-    run = [python, "clients/triton/client.py", "--url", address, "--image", IMAGE]
-    run += ["--question", QUESTION, "--object", "green crescent"]
+    command = [python, "clients/triton/client.py", "--url", address, "--image", IMAGE]
+    command += ["--question", QUESTION, "--object", "green crescent"]
     given: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(run, env={**os.environ, "KESTREL_TOKEN": KEY}, check=False, **given)
+    done = subprocess.run(command, env={**os.environ, "KESTREL_TOKEN": KEY}, check=False, **given)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert lines["query"].strip() == "2" and "crescent" in lines["caption"]
     assert lines["detect"].count("x_min") == 2 and lines["point"].count("'x'") == 2
-    refused = subprocess.run([*run, "--token", "wrong" * 8], check=False, **given)
+    refused = subprocess.run([*command, "--token", "wrong" * 8], check=False, **given)
     assert refused.returncode == 1 and "UNAUTHENTICATED" in refused.stderr

@@ -272,14 +272,6 @@ def test_metadata_and_token_arrive(peer: Any) -> None:
     assert str(first["user-agent"]).startswith("kestrel-client/0.1.0 ")
 
 
-async def test_metadata_and_token_arrive_async(peer: Any) -> None:
-    async with AsyncKestrelClient(peer.target, token="s3cret", metadata={"x-team": "a"}) as client:
-        await client.query(None, "q", metadata={"x-one": "1"})
-    (metadata,) = peer.vision.metadata
-    assert metadata["authorization"] == "Bearer s3cret"
-    assert (metadata["x-team"], metadata["x-one"]) == ("a", "1")
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A self-signed certificate for localhost, and its key."""

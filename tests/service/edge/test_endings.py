@@ -6,7 +6,6 @@ import logging
 import grpc
 import pytest
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, HeldRuntime, raw_image
@@ -24,6 +23,15 @@ async def all_freed(served):
     short = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=2))
     full = await asyncio.gather(*(served.vision.Query(short) for _ in range(6)))
     assert all(response.usage.output_tokens == 2 for response in full)
+
+
+async def fill(served):
+    """Takes every place of the batch."""
+    running = [
+        asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
+    ]
+    await until(lambda: served.engine.stats.running >= len(running))
+    return running
 
 
 async def test_cancelling_a_stream_frees_the_engine(serve, caplog):
@@ -71,54 +79,21 @@ async def test_a_deadline_passes_while_a_step_hangs(serve):
 
 async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serve):
     served = await serve(EndlessRuntime())
-    running = [
-        asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
-    ]
-    await until(lambda: served.engine.stats.running >= len(running))
-    told = await failure(served.vision.Query(LONG, timeout=0.1))
+    running = await fill(served)
+    late = pb.QueryRequest(images=[raw_image(30, 20)], query=LONG.query)
+    told = await failure(served.vision.Query(late, timeout=0.1))
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: served.engine.num_requests == len(running))
+    keys = {piece.image.key for plan in served.runtime.plans for piece in plan.encode}
+    assert len(keys) == 1, "its image was not encoded"
     for call in running:
-        call.cancel()
-    await all_freed(served)
-
-
-async def test_urgent_requests_are_taken_up_first(serve):
-    served = await serve(EndlessRuntime())
-    running = [
-        asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
-    ]
-    await until(lambda: served.engine.stats.running >= len(running))
-    order = []
-
-    async def ask(name, priority):
-        request = pb.QueryRequest(query=pb.QueryTask(question="?", max_tokens=1))
-        request.options.priority = priority
-        await served.vision.Query(request)
-        order.append(name)
-
-    waiting = []
-    for name, priority in (
-        ("low", common_pb2.PRIORITY_LOW),
-        ("normal", common_pb2.PRIORITY_UNSPECIFIED),
-        ("high", common_pb2.PRIORITY_HIGH),
-    ):
-        waiting.append(asyncio.ensure_future(ask(name, priority)))
-        await until(lambda: served.engine.stats.waiting == len(waiting))
-    running[0].cancel()
-    await asyncio.gather(*waiting)
-    assert order == ["high", "normal", "low"]
-    for call in running[1:]:
         call.cancel()
     await all_freed(served)
 
 
 async def test_a_request_that_waits_too_long_is_refused_with_a_hint(serve):
     served = await serve(EndlessRuntime(), max_queue_wait_s=0.4)
-    running = [
-        asyncio.ensure_future(served.vision.Query(LONG)) for _ in range(LIMITS.max_batch_size)
-    ]
-    await until(lambda: served.engine.stats.running >= len(running))
+    running = await fill(served)
     told = await failure(served.vision.Query(LONG))
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert told.reason == "QUEUE_TIMEOUT"

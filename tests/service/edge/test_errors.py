@@ -351,12 +351,6 @@ def test_every_error_of_the_engine_has_a_row():
     assert missing == []
 
 
-def test_reasons_are_stable_words():
-    for row in errors.TABLE.values():
-        assert row.reason == row.reason.upper()
-        assert row.reason.replace("_", "").isalpha()
-
-
 async def test_a_retrying_client_obeys_the_pushback(serve):
     """Initial metadata would tell a client's retry policy to give up, so a refused call must not send any."""
     served = await serve()

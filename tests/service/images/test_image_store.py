@@ -24,38 +24,6 @@ def put(store, source, owner="", weight=1.0):
     return store.put(owner, source_digest(source), source, SIZE, weight=weight)
 
 
-def test_the_same_image_of_one_owner_is_kept_once():
-    store = ImageStore(100)
-    first, again = put(store, b"a" * 30), put(store, b"a" * 30)
-    assert first is again
-    assert (first.width, first.height, first.num_bytes) == (4, 3, 30)
-    assert store.size_bytes == 30 and len(store) == 1
-
-
-def test_the_least_recently_used_goes_first():
-    store = ImageStore(100)
-    a, b, c = (put(store, letter * 40) for letter in (b"a", b"b", b"c"))
-    with pytest.raises(ImageNotFound):
-        store.get("", a.image_id)
-    assert store.get("", b.image_id) is b
-    put(store, b"d" * 40)  # b was used, so c goes
-    assert store.get("", b.image_id) is b
-    with pytest.raises(ImageNotFound):
-        store.get("", c.image_id)
-
-
-def test_an_id_is_there_for_its_owner_alone():
-    store = ImageStore(100)
-    mine, theirs = put(store, b"same", "me"), put(store, b"same", "you")
-    assert mine.image_id != theirs.image_id
-    with pytest.raises(ImageNotFound):
-        store.get("you", mine.image_id)
-    assert not store.delete("you", mine.image_id)
-    assert store.delete("me", mine.image_id)
-    assert not store.delete("me", mine.image_id)
-    assert store.get("you", theirs.image_id) is theirs
-
-
 def test_images_of_a_few_bytes_count_with_their_records():
     """What is kept of a thousand of them takes far more memory than their bytes."""
     store = ImageStore(100_000)
@@ -129,13 +97,6 @@ def test_an_owner_within_its_share_makes_the_one_furthest_above_drop_images():
     ]
     put(store, b"x" * 10, "me")
     assert len(held(store, "me", mine)) == 3, "beyond its share it drops its own"
-
-
-def test_one_owner_may_use_all_while_no_other_keeps_images():
-    store = ImageStore(100)
-    for number in range(20):
-        put(store, bytes([number]) * 20, "me")
-    assert store.size_bytes == 100
 
 
 def test_weights_set_the_shares():

@@ -183,11 +183,7 @@ async def test_a_task_that_fails_leaves_the_others_alone(serve, streaming):
         "hot": (INVALID, "INVALID_REQUEST", "tasks[2].query.sampling.top_p"),
         "ref": (INVALID, "INVALID_REQUEST", "tasks[3].point.spatial_refs[0]"),
         "length": (INVALID, "INVALID_REQUEST", "tasks[4].caption.length"),
-        "cannot": (
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "SKILL_UNAVAILABLE",
-            "options.model",
-        ),
+        "cannot": (grpc.StatusCode.FAILED_PRECONDITION, "SKILL_UNAVAILABLE", "options.model"),
         "long": (INVALID, "CONTEXT_LENGTH_EXCEEDED", "tasks[6].detect.objects[0]"),
     }
     for key, (code, reason, field) in wanted.items():
@@ -270,11 +266,7 @@ BAD = {
     "too many": (request(*[question()] * 33), "tasks", "INVALID_REQUEST"),
     "a task of nothing": (request(question(), pb.Task()), "tasks[1]", "INVALID_REQUEST"),
     "an empty key": (request(question(key="")), "tasks[0].key", "INVALID_REQUEST"),
-    "a key twice": (
-        request(question(), question(key="0")),
-        "tasks[1].key",
-        "INVALID_REQUEST",
-    ),
+    "a key twice": (request(question(), question(key="0")), "tasks[1].key", "INVALID_REQUEST"),
     "no picture": (NO_IMAGE, "image", "INVALID_REQUEST"),
     "no such picture": (
         request(question(), image=common_pb2.Image(image_id="img_0")),
@@ -297,14 +289,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-async def test_what_is_wrong_with_the_call_fails_it(serve, case):
-    bad, field, reason = BAD[case]
+async def test_what_is_wrong_with_the_call_fails_it(serve):
     served = await serve()
-    told = await failure(served.vision.Analyze(bad))
-    assert (told.fields, told.reason) == ([field], reason)
-    told = await failure(stream(served, bad))
-    assert (told.fields, told.reason) == ([field], reason)
+    for case, (bad, field, reason) in BAD.items():
+        for call in (served.vision.Analyze(bad), stream(served, bad)):
+            told = await failure(call)
+            assert (told.fields, told.reason) == ([field], reason), case
     assert served.engine.num_requests == 0
 
 

@@ -174,9 +174,9 @@ async def test_a_region_has_coordinates_of_the_whole_image(serve: Serve) -> None
         assert told.fields == [f"gaze.{field}"] and "is outside image.region" in told.message
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "words"),
-    [
+async def test_bad_input_names_its_field(serve: Serve) -> None:
+    served = await serve()
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"eyes": [common_pb2.Point(x=1.5)]}, "eyes[0]", "1.5 is not a number in [0, 1]"),
         ({"eyes": [*EYES, common_pb2.Point(y=-1)]}, "eyes[4]", "-1.0 is not"),
         ({"eyes": [common_pb2.Point(x=float("nan"))]}, "eyes[0]", "nan is not"),
@@ -191,17 +191,12 @@ async def test_a_region_has_coordinates_of_the_whole_image(serve: Serve) -> None
         ({"faces": [FACE] * 257}, "faces", "257 places"),
         ({"eyes": EYES[:1], "max_tokens": -1}, "max_tokens", "-1"),
         ({"sampling": {"temperature": -1}}, "sampling.temperature", "-1"),
-    ],
-)
-@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "stream"])
-async def test_bad_input_names_its_field(
-    serve: Serve, streaming: bool, fields: dict[str, Any], field: str, words: str
-) -> None:
-    served = await serve()
-    call = served.vision.StreamGaze if streaming else served.vision.Gaze
-    told = await failure(call(request(**fields)))
-    assert told.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert told.fields == [f"gaze.{field}"] and words in told.message
+    ]
+    for fields, field, words in cases:
+        for call in (served.vision.StreamGaze, served.vision.Gaze):
+            told = await failure(call(request(**fields)))
+            assert told.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert told.fields == [f"gaze.{field}"] and words in told.message
 
 
 async def test_a_cancelled_request_has_no_target(serve: Serve) -> None:

@@ -5,10 +5,9 @@ import json
 import grpc
 import pytest
 
-from kestrel_client import AsyncKestrelClient, CaptionTask, Constraint, QueryTask
+from kestrel_client import AsyncKestrelClient
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from tests.engine.fakes import IMAGE
 from tests.engine.options.test_constraints import SCHEMA, matches
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
@@ -90,20 +89,3 @@ async def test_penalties_and_bias_reach_the_rules(serve):
     assert (await failure(served.vision.Query(request))).fields == ["query.text.logit_bias[0]"]
     request.query.text.logit_bias[0].bias, request.query.sampling.min_p = 1, 2
     assert (await failure(served.vision.Query(request))).fields == ["query.sampling.min_p"]
-
-
-async def test_the_sdk_takes_constraints(serve):
-    served = await serve()
-    options = {"temperature": 0, "max_tokens": 100}
-    async with AsyncKestrelClient(served.server.addresses[0]) as client:
-        result = await client.query(
-            None, "what?", constraint=Constraint(choices=CHOICES), **options
-        )
-        assert result.answer in CHOICES
-        by_schema = Constraint(json_schema=SCHEMA)
-        text = (await client.caption(IMAGE, constraint=by_schema, **options)).caption
-        assert matches({"json_schema": SCHEMA}, text)
-        ask = QueryTask("what?", constraint=Constraint(regex="[ab]{3}"), **options)
-        describe = CaptionTask(constraint=by_schema, **options)
-        analysis = await client.analyze(IMAGE, [ask, describe])
-        assert set(analysis[ask].answer) <= {"a", "b"} and analysis[describe].caption == text

@@ -5,10 +5,8 @@ import math
 import grpc
 import pytest
 
-from kestrel_client import AsyncKestrelClient, CaptionTask, QueryTask
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from tests.engine.fakes import IMAGE
 from tests.service.conftest import raw_image
 from tests.service.statuses import failure
 
@@ -28,11 +26,6 @@ REQUESTS = {
 def answer_of(response):
     (answer,) = getattr(response, "answers", None) or response.captions
     return answer
-
-
-def token_id(result):
-    """Of the first token."""
-    return result.logprobs.tokens[0].id
 
 
 def stream(served, skill, request):
@@ -142,27 +135,3 @@ async def test_other_skills_refuse_it(serve):
         )
         assert failed.code == grpc.StatusCode.INVALID_ARGUMENT
         assert failed.fields == ["skill.text.logprobs"]
-
-
-async def test_the_sdk_has_them_typed(serve):
-    served = await serve()
-    async with AsyncKestrelClient(served.server.addresses[0]) as client:
-        options = {"temperature": 0, "max_tokens": 8}
-        result = await client.query(IMAGE, "what?", logprobs=True, **options)
-        assert result.logprobs is not None and len(result.logprobs) == 8
-        assert result.logprobs.sum == pytest.approx(sum(t.logprob for t in result.logprobs))
-        async with client.stream_query(IMAGE, "what?", logprobs=True, **options) as events:
-            told = [token async for event in events for token in event.tokens]
-            streamed = await events.result()
-        assert streamed.logprobs == result.logprobs
-        assert tuple(told) == result.logprobs.tokens[: len(told)]
-        likeliest = await client.query(IMAGE, "what?", logprobs=True, top_logprobs=4, **options)
-        assert likeliest.logprobs is not None
-        for token, plain in zip(likeliest.logprobs, result.logprobs, strict=True):
-            assert len(token.top) == 4 and token.top[0] == plain
-        assert likeliest.to_dict()["answers"][0]["logprobs"]["tokens"][0]["top"][0][
-            "id"
-        ] == token_id(result)
-        ask, describe = QueryTask("what?", logprobs=True, **options), CaptionTask(max_tokens=3)
-        analysis = await client.analyze(IMAGE, [ask, describe])
-        assert analysis[ask].logprobs == result.logprobs and analysis[describe].logprobs is None

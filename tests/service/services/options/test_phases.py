@@ -5,11 +5,9 @@ import io
 import grpc
 import pytest
 
-from kestrel_client import AsyncKestrelClient, QueryTask
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from tests.client.commands.test_stored_images import kestrel as kestrel
-from tests.engine.fakes import IMAGE
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
@@ -60,22 +58,6 @@ async def test_other_limits_are_refused(serve, most, reasoning, told):
     status = await failure(served.vision.Query(request))
     assert status.code is grpc.StatusCode.INVALID_ARGUMENT and told in status.message
     assert status.fields == ["query.max_reasoning_tokens"]
-
-
-async def test_the_sdk_has_both(serve):
-    served = await serve(FakeRuntime(LIMITS, thinks_long))
-    limits = {"temperature": 0, "max_tokens": 9, "max_reasoning_tokens": 4}
-    async with AsyncKestrelClient(served.server.addresses[0]) as client:
-        asked = await client.query(None, "why?", reasoning=True, system="Be brief.", **limits)
-        assert (asked.finish_reason, asked.reasoning.finish_reason) == ("stop", "length")
-        assert asked.to_dict()["answers"][0]["reasoning"]["finish_reason"] == "length"
-        same = await client.query(None, "Be brief.\n\nwhy?", reasoning=True, **limits)
-        assert asked.usage.input_tokens == same.usage.input_tokens
-        task = QueryTask("why?", reasoning=True, system="Be brief.", **limits)
-        analysis = await client.analyze(IMAGE, [task])
-        assert analysis[task].reasoning.text == "xxxx"
-        alone = await client.query(IMAGE, "why?", reasoning=True, **limits)
-        assert analysis[task].usage.input_tokens - alone.usage.input_tokens == len("Be brief.\n\n")
 
 
 async def test_the_command_line_has_both(kestrel, monkeypatch):

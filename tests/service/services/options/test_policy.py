@@ -2,7 +2,6 @@
 
 import asyncio
 
-import grpc
 import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
@@ -52,17 +51,6 @@ async def test_high_goes_before_normal_before_low(serve):
         call.cancel()
     await asyncio.gather(*waiting)
     assert ended == [3, 3, 3, 0, 0, 0, 1, 1, 1]
-
-
-async def test_a_deadline_drops_what_waits_before_any_computation(serve):
-    served = await serve(EndlessRuntime())
-    running = await fill(served)
-    told = await failure(served.vision.Query(query("late" * 20, image=raw_image()), timeout=0.1))
-    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: served.engine.num_requests == len(running))
-    assert not any(plan.encode for plan in served.runtime.plans), "its picture was not encoded"
-    for call in running:
-        call.cancel()
 
 
 async def test_the_engine_learns_of_the_deadline(serve):
