@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,6 +34,26 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
         if not step.wide_out:
             pixels = pixels.clamp_(0, 255)
     return pixels
+
+
+@torch.no_grad()
+def spoil(pixels: Tensor) -> Tensor:
+    """Pictures [B, H, W, 3] uint8, of which some get blur, tint and noise; half stay as they are."""
+    count, levels = len(pixels), torch.float16 if pixels.is_cuda else torch.float32
+    x = pixels.permute(0, 3, 1, 2).to(levels)
+
+    def draw(share: float, low: float, high: float, channels: int = 1) -> Tensor:
+        chosen = torch.rand(count, 1, 1, 1, device=x.device) < share / 2
+        drawn = torch.rand(count, channels, 1, 1, device=x.device) * (high - low) + low
+        return (chosen * drawn).to(levels)
+
+    blurred = F.avg_pool2d(
+        F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), 3, 1, 1, count_include_pad=False
+    )
+    x = torch.lerp(x, blurred, draw(0.5, 0.2, 1))
+    x = x * (1 + draw(0.3, -0.15, 0.1)) * (1 + draw(0.5, -0.08, 0.08, 3))
+    x = x + torch.randn_like(x) * draw(0.4, 0, 14)
+    return x.round_().clamp_(0, 255).byte().permute(0, 2, 3, 1)
 
 
 @torch.no_grad()

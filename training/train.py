@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from training.crops import crops
+from training.crops import crops, spoil
 from training.domains.picture import Picture
 from training.judging import engine_config, figures_of, gallery, held_out, judge, table
 from training.kestrel_small import CONFIG, export
@@ -33,12 +33,14 @@ from training.learning.graphs import Graphs
 from training.learning.losses import JITTER, PageHelper, loss_of, run
 from training.learning.model import Learner, initial_tensors
 from training.learning.muon import Muon
+from training.mixture import DOMAINS
 
 AVERAGE = 0.998  # of the weights, a step
 MUON_RATE, ADAM_RATE = 2e-3, 1e-3
 DECAY = 0.05  # of the weights
 STEPS_A_SECOND = 8.0  # to guess the progress of a batch
 SAVE_EVERY = 3.0  # minutes
+LOG_EVERY = 15.0  # seconds
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -116,7 +118,7 @@ class Trainer:
     def step(self, batch: Batch, progress: float, rate: float) -> dict[str, Tensor]:
         self.muon.lr = MUON_RATE * rate
         self.adam.param_groups[0]["lr"] = ADAM_RATE * rate
-        shown = crops(batch.pixels, batch.tiling, CONFIG.vision)
+        shown = crops(spoil(batch.pixels), batch.tiling, CONFIG.vision)
         parts = self._graphs(batch, shown, torch.full((), progress, device=self.device))
         if self.world > 1:
             dist.all_reduce(self.gradients)
@@ -171,6 +173,42 @@ def report(trainer: Trainer, examples: list[tuple[str, Picture]]) -> None:
     gallery(judged).save(out / "gallery.png")
 
 
+class Log:
+    """Speed and mean losses since the last line, which is LOG_EVERY seconds old or more."""
+
+    def __init__(self, born: float, device: torch.device) -> None:
+        self._born, self._device = born, device
+        self._clear()
+
+    def _clear(self) -> None:
+        self._mark, self._waited, self._seen, self._steps = time.monotonic(), 0.0, 0, 0
+        self._sums: dict[str, Tensor] = {}
+        self._domains = torch.zeros(len(DOMAINS), 2, device=self._device)
+
+    def add(self, batch: Batch, parts: dict[str, Tensor], seen: int, waited: float) -> None:
+        self._waited, self._seen, self._steps = (
+            self._waited + waited,
+            self._seen + seen,
+            self._steps + 1,
+        )
+        rows = parts.pop("rows")
+        self._domains.index_add_(0, batch.domain, torch.stack((rows, torch.ones_like(rows)), 1))
+        for name, value in parts.items():
+            self._sums[name] = self._sums.get(name, 0) + value.detach()
+
+    def show(self, step: int, rate: float) -> None:
+        now = time.monotonic()
+        took = now - self._mark
+        if step > 1 and took < LOG_EVERY:
+            return
+        each = " ".join(f"{name} {float(v) / self._steps:.3f}" for name, v in self._sums.items())
+        domains = zip(DOMAINS, self._domains.tolist(), strict=True)
+        texts = " ".join(f"{name} {a / max(n, 1):.3f}" for name, (a, n) in domains)
+        print(f"step {step} {now - self._born:.0f} s {self._seen / took:.0f} pictures/s "
+              f"waited {self._waited / took:.0%} rate {rate:.3f} | {each} | text: {texts}", flush=True)  # fmt: skip
+        self._clear()
+
+
 def main() -> None:
     born = time.monotonic()
     args = parse_arguments()
@@ -188,8 +226,8 @@ def main() -> None:
     data = batches(args, rank, world)
     trainer = Trainer(args, world, rank, device)
     examples = held_out(args.judge) if rank == 0 and args.judge else []
-    began = mark = time.monotonic()
-    saved, seen, done, spent, sums = 0.0, 0, 0, 0.0, dict[str, Tensor]()  # spent: minutes
+    began, log = time.monotonic(), Log(born, device)
+    saved, done, spent = 0.0, 0, 0.0  # spent: minutes
     for step in range(args.max_steps):
         if step % 10 == 0:
             now = time.monotonic()
@@ -201,19 +239,14 @@ def main() -> None:
             if late or spent >= args.minutes:
                 break
         progress = (args.from_minute + spent) / args.plan
+        asked = time.monotonic()
         batch = next(data).to(device)
-        rate = learning_rate(progress, step)
-        for name, value in trainer.step(batch, progress, rate * args.lr).items():
-            sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach()
-        seen, done = seen + len(batch.ids) * world, step + 1
-        if rank == 0 and step == 0:
-            print(f"first step after {time.monotonic() - born:.0f} s", flush=True)
-        if rank == 0 and done % 100 == 0:
-            now = time.monotonic()
-            each = " ".join(f"{name} {float(value) / 100:.3f}" for name, value in sums.items())
-            speed = f"{seen / (now - mark):.0f} pictures/s"
-            print(f"step {done} {now - born:.0f} s {speed} lr {rate:.3f} {each}", flush=True)
-            mark, seen, sums = now, 0, {}
+        waited = time.monotonic() - asked
+        rate = args.lr * learning_rate(progress, step)
+        log.add(batch, trainer.step(batch, progress, rate), len(batch.ids) * world, waited)
+        done = step + 1
+        if rank == 0 and (done % 10 == 0 or done == 1):
+            log.show(done, rate)
             if spent > saved + SAVE_EVERY:
                 saved = spent
                 trainer.save()

@@ -57,6 +57,7 @@ def drawing(
         browser = play.chromium.launch(executable_path=args.chromium, args=FLAGS)
         drawn = Archive(file)
         yield browser, drawn
-        file.writestr(truth, json.dumps(drawn.shown, separators=(",", ":")))
+        shown = json.dumps(drawn.shown, separators=(",", ":"))
+        file.writestr(truth, shown, zipfile.ZIP_DEFLATED)
         browser.close()
     print(f"{len(drawn.shown)} pictures")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from training.domains.picture import Box, Pixels
+from training.domains.picture import Box, Pixels, Point
 from training.domains.text.fonts import sources
 
 LEAST_SCALE = 0.7
@@ -75,9 +75,11 @@ class Place:
     def __init__(self, scale: float, left: int, top: int) -> None:
         self.scale, self.left, self.top = scale, left, top
 
+    def point(self, x: float, y: float) -> Point:
+        return x * self.scale + self.left, y * self.scale + self.top
+
     def box(self, box: list[float]) -> Box:
-        x, y, s = self.left, self.top, self.scale
-        return box[0] * s + x, box[1] * s + y, box[2] * s + x, box[3] * s + y
+        return *self.point(*box[:2]), *self.point(*box[2:])
 
 
 @cache

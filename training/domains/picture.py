@@ -67,6 +67,7 @@ class Picture:
     marks: list[Mark] = field(default_factory=list)
     characters: list[tuple[float, float, str]] = field(default_factory=list)
     complete: bool = True
+    domain: str = "shapes"
 
 
 Domain = Callable[[random.Random, int, int, bool], Picture]

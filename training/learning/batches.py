@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
-from training.camera import spoil, turn
+from training.camera import compress, turn
 from training.domains.picture import Picture
 from training.kestrel_small import CONFIG
 from training.mixture import (
+    DOMAINS,
     MOST_TURN,
     TURNED,
     VIEWS,
@@ -68,6 +69,7 @@ class Batch:
     labels: Tensor  # [B, patches] int64, 0: nothing
     colours: Tensor  # [B, patches] int64, -1: unknown
     boxes: Tensor  # [B, patches, 4] shares of the picture
+    domain: Tensor  # [B] int64, the number in mixture.DOMAINS
     complete: Tensor  # [B] 1.0, or 0.0 where a cell without a target may have something
 
     def to(self, device: torch.device) -> Self:
@@ -135,7 +137,8 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
     helped = (np.stack(part) for part in zip(*map(helper_targets, pictures), strict=True))
     fields: list[Tensor] = [
         *map(torch.from_numpy, (ids, values, document, position, next_id, weight, next_coord, next_size)),
-        *map(torch.from_numpy, helped), torch.tensor([float(p.complete) for p in pictures]),
+        *map(torch.from_numpy, helped), torch.tensor([list(DOMAINS).index(p.domain) for p in pictures]),
+        torch.tensor([float(p.complete) for p in pictures]),
     ]  # fmt: skip
     pixels = torch.from_numpy(np.stack([picture.pixels for picture in pictures]))
     return Batch(select_tiling(width, height, CONFIG.vision), pixels, *fields)
@@ -162,11 +165,14 @@ class Steps(Dataset[Batch]):
         pictures: list[Picture] = []
         while len(pictures) < images_of(size, self.images):
             try:
-                drawn = draw_picture(rng, draw_domain(rng, progress), size)
-                for _ in range(min(VIEWS, images_of(size, self.images) - len(pictures))):
+                domain = draw_domain(rng, progress)
+                drawn = draw_picture(rng, domain, size)
+                for _ in range(
+                    min(VIEWS.get(domain, 1), images_of(size, self.images) - len(pictures))
+                ):
                     turns = rng.random() < TURNED
                     view = turn(drawn, rng.uniform(-MOST_TURN, MOST_TURN)) if turns else drawn
-                    pictures.append(replace(view, pixels=spoil(rng, view.pixels)))
+                    pictures.append(replace(view, pixels=compress(rng, view.pixels)))
             except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
                 print(f"step {step}: a picture of {size} failed: {error!r}", flush=True)
         return pack(rng, pictures)

@@ -115,5 +115,8 @@ def loss_of(
     characters, objects = helper(out.image, batch)
     share = HELP_START + (HELP_END - HELP_START) * (progress / 0.4).clamp_max(1)
     total = text + COORD_WEIGHT * coord + SIZE_WEIGHT * size + share * (characters + objects)
-    parts = {"text": text, "coord": coord, "size": size}
+    rows = (words * weights).detach().view_as(batch.weight).sum(1) / batch.weight.sum(1).clamp_min(
+        1e-3
+    )
+    parts = {"rows": rows, "text": text, "coord": coord, "size": size}
     return total, {**parts, "characters": characters, "objects": objects}

@@ -1,40 +1,81 @@
-"""Charts: drawn now by matplotlib, or by a library in Chromium, of charts.zip or held/charts.zip (shoot.py)."""
+"""Charts: drawn now by Pillow, or by a library in Chromium, of charts.zip or held/charts.zip (shoot.py)."""
 
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from training.domains.charts.plotted import Plotted, plot
 from training.domains.charts.questions import ask_about, readable
 from training.domains.charts.questions import number as number_text
+from training.domains.charts.sketched import Drawn, sketch
 from training.domains.charts.tables import make_table
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import absent_object, read
-from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order
+from training.domains.picture import Ask, Box, Mark, Picture, Point, centre, find, in_order
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
-    """By matplotlib: no chart is seen twice, and every font of the texts occurs."""
-    table = {"library": "matplotlib", **make_table(rng)}
-    shown = plot(rng, table, width, height, held)
-    asks = ask_about(rng, table, "charts", exact=held)
-    asks += [*_places(rng, table, shown, width), absent_object(rng)]
-    label = "grouped bar" if table["kind"] == "bar" and len(shown.boxes) > 1 else table["kind"]
-    marks = [Mark(box, label) for row in shown.boxes for box in row]
-    return Picture(shown.pixels, asks, marks, shown.characters, complete=False)
+    """By Pillow: no chart is seen twice, and every font of the texts occurs."""
+    for _ in range(20):
+        table = make_table(rng)
+        try:
+            shown = sketch(rng, table, width, height, held)
+        except ValueError:
+            continue
+        asks = ask_about(rng, table, "charts", exact=held)
+        asks += [*_places(rng, table, shown, width, "charts"), absent_object(rng)]
+        marks = _marks(table, shown.boxes)
+        return Picture(shown.pixels, asks, marks, shown.characters, complete=False)
+    raise RuntimeError(f"no chart fits into {width}x{height}")
 
 
 def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     archive = open_drawings("held/charts.zip" if held else "charts.zip", "charts.json")
-    pixels, table, _ = archive.place(rng, width, height)
+    pixels, table, place = archive.place(rng, width, height)
+    written = [(text, [place.point(x, y) for x, y in zip(at[::2], at[1::2], strict=True)])
+               for text, at in table["texts"]]  # fmt: skip
+    boxes = [[place.box(box) for box in row] for row in table["boxes"]]
+    characters = [(*at, c) for text, points in written for c, at in zip(text, points, strict=True)]
+    characters = [character for character in characters if character[2] != " "]
+    scale = [] if table["kind"] == "pie" else _scale_among(written, 0 if table["lying"] else 1)
+    # What stands beside the axis is no value's own number.
+    told = Counter(text.split(" ")[-1].replace(",", "") for text, _ in written)
+    told -= Counter(text.replace(",", "") for text, _ in scale)
+    values = Counter(number_text(v) for s in table["series"] for v in s["values"])
+    table = {**table, "numbers": values <= told}
     asks = [*ask_about(rng, table, "webcharts", exact=held), absent_object(rng)]
-    return Picture(pixels, asks, complete=False)
+    if boxes:
+        asks += _places(rng, table, Drawn(pixels, boxes, characters, scale), width, "webcharts")
+    return Picture(pixels, asks, _marks(table, boxes), characters, complete=False)
 
 
-def _places(rng: random.Random, table: dict[str, Any], shown: Plotted, width: int) -> list[Ask]:
+def _scale_among(written: list[tuple[str, list[Point]]], axis: int) -> list[tuple[str, Point]]:
+    """Of a chart's texts, the numbers beside its value axis: most of those that end in one line along it."""
+    numbers = [
+        (text, points[0], points[-1])
+        for text, points in written
+        if re.fullmatch(r"[\d,.]+k?", text)
+    ]
+    rows = [
+        [n for n in numbers if abs(n[2][1 - axis] - other[2][1 - axis]) < 4] for other in numbers
+    ]
+    found = max(rows, key=len, default=[])
+    ticks = [(text, ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2)) for text, a, b in found]
+    return sorted(ticks, key=lambda tick: tick[1][axis] * (1 - 2 * axis)) if len(ticks) > 2 else []
+
+
+def _marks(table: dict[str, Any], boxes: list[list[Box]]) -> list[Mark]:
+    label = "grouped bar" if table["kind"] == "bar" and len(boxes) > 1 else table["kind"]
+    return [Mark(box, label) for row in boxes for box in row]
+
+
+def _places(
+    rng: random.Random, table: dict[str, Any], shown: Drawn, width: int, domain: str
+) -> list[Ask]:
     """Where is the bar, the point or the slice of a label? Which value is there, and how is it read?"""
     asks, kind, series = [], table["kind"], rng.randrange(len(shown.boxes))
     noun, skill = (
@@ -47,20 +88,20 @@ def _places(rng: random.Random, table: dict[str, Any], shown: Plotted, width: in
     value = readable(table["series"][series]["values"][number])
     of = f"{label}, {name}" if len(shown.boxes) > 1 else label
     said = rng.choice((f"the {noun} of {of}", f"{of} {noun}", f"{noun} for {of}"))
-    asks.append(find(skill, f"charts {noun}", said, [box]))
+    asks.append(find(skill, f"{domain} {noun}", said, [box]))
     if len(shown.boxes) == 1:
         every = rng.choice((noun, f"{noun}s", f"all {noun}s"))
         in_turn: list[Box] = in_order(boxes, width, centre)
-        asks.append(find(skill, "charts detect", every, in_turn))
+        asks.append(find(skill, f"{domain} detect", every, in_turn))
     if len(shown.scale) < 2:
         return asks
     ways = "What is the largest number on the axis?|Where does the axis end?|Up to what value does the axis go?"
-    asks.append(read(rng, "charts axis", ways, shown.scale[-1][0]))
+    asks.append(read(rng, f"{domain} axis", ways, shown.scale[-1][0]))
     tick, place = rng.choice(shown.scale)
     asks.append(
         find(
             "point",
-            "charts tick",
+            f"{domain} tick",
             f"{tick} on the axis",
             [(place[0] - 5, place[1] - 5, place[0] + 5, place[1] + 5)],
         )
@@ -70,14 +111,14 @@ def _places(rng: random.Random, table: dict[str, Any], shown: Plotted, width: in
     ways = (
         "What is this value?|What value is here?|Which value does this {n} have?|How much is this?"
     )
-    at = read(rng, "charts value here", ways, number_text(value), n=noun)
+    at = read(rng, f"{domain} value here", ways, number_text(value), n=noun)
     asks.append(replace(at, refs=((box if kind == "bar" and rng.random() < 0.5 else top),)))
     axis = 0 if table["lying"] else 1
     beside = min(
         pairwise(shown.scale), key=lambda pair: sum(abs(p[axis] - top[axis]) for _, p in pair)
     )
     ways = "What is the value of {o}?|What value has {o}?|How much is {o}?|{o}?|What is {o}?"
-    why = read(rng, "charts value reasoned", ways, number_text(value), o=of)
+    why = read(rng, f"{domain} value reasoned", ways, number_text(value), o=of)
     steps = ((noun, (top,)), *((text, (place,)) for text, place in beside))
     asks.append(replace(why, skill="reasoning", steps=steps))
     return asks

@@ -1,27 +1,68 @@
+// Texts that canvases got, each with the middles of its characters, until the canvas is cleared.
+let TEXTS = [];
+const CANVAS = CanvasRenderingContext2D.prototype, {fillText, clearRect} = CANVAS;
+CANVAS.fillText = function (text, x, y, ...more) {
+  const wide = s => this.measureText(s).width, all = this.measureText(text), m = this.getTransform();
+  const left = x - {center: 0.5, right: 1, end: 1}[this.textAlign] * all.width || x - 0;
+  const middle = y + (all.actualBoundingBoxDescent - all.actualBoundingBoxAscent) / 2;
+  const at = [...text].map((c, i) => m.transformPoint({x: left + wide(text.slice(0, i)) + wide(c) / 2, y: middle}));
+  TEXTS.push({text, at, canvas: this.canvas});
+  return fillText.call(this, text, x, y, ...more);
+};
+CANVAS.clearRect = function (x, y, w, h) {
+  if (w >= this.canvas.width) TEXTS = TEXTS.filter(t => t.canvas !== this.canvas);
+  return clearRect.call(this, x, y, w, h);
+};
+const corners = r => [r.left, r.top, r.right, r.bottom], around = (x, y) => [x - 4, y - 4, x + 4, y + 4];
+// The texts as [text, [x, y, x, y ...]] and PLACES: the box of each value by series.
+function shown() {
+  const found = TEXTS.filter(t => t.canvas.isConnected).map(({text, at, canvas}) => {
+    const {left, top} = canvas.getBoundingClientRect();
+    return [text, at.map(p => [p.x + left, p.y + top])];
+  });
+  for (const t of document.querySelectorAll('#c svg text')) {
+    if (!t.checkVisibility({opacityProperty: true, visibilityProperty: true}) || !t.getNumberOfChars()) continue;
+    const m = t.getScreenCTM(), middle = b => new DOMPoint(b.x + b.width / 2, b.y + b.height / 2).matrixTransform(m);
+    const at = [...Array(t.getNumberOfChars()).keys()].map(i => middle(t.getExtentOfChar(i)));
+    if (t.textContent.length === at.length) found.push([t.textContent, at.map(p => [p.x, p.y])]);
+  }
+  return {texts: found.map(([text, at]) => [text, at.flat().map(v => Math.round(v * 10) / 10)]), boxes: PLACES()};
+}
+let PLACES = () => [];
+const each = (t, box) => PLACES = () => t.series.map((s, i) => t.labels.map((n, j) => box(s, i, n, j)));
 // Library to the function that draws a table (tables.py) into the element "c".
 const DRAW = {
   echarts: t => {
       const c = echarts.init(document.getElementById('c'), t.dark ? 'dark' : null, {width: t.width, height: t.height});
-      const values = {animation: false, title: {text: t.title, left: t.left ? 'left' : 'center'}, color: t.colours};
-      if (t.series.length > 1 || t.kind === 'pie') values.legend = {bottom: 4};
+      const font = {fontFamily: t.font, fontSize: t.size};
+      const values = {animation: false, title: {text: t.title, left: t.left ? 'left' : 'center', textStyle: {fontFamily: t.font}},
+        color: t.colours, textStyle: font};
+      if (t.series.length > 1 || t.kind === 'pie') values.legend = {bottom: 4, textStyle: font};
       if (t.kind === 'pie') {
         values.series = [{type: 'pie', radius: t.hole ? ['35%', '62%'] : '62%',
           data: t.labels.map((n, i) => ({name: n, value: t.series[0].values[i]})),
-          label: {formatter: t.numbers ? '{b}: {c}' : '{b}'}}];
+          label: {...font, formatter: t.numbers ? '{b}: {c}' : '{b}'}}];
       } else {
-        const cat = {type: 'category', data: t.labels, name: t.label_axis}, num = {type: 'value', name: t.value_axis};
+        const cat = {type: 'category', data: t.labels, name: t.label_axis, axisLabel: font};
+        const num = {type: 'value', name: t.value_axis, axisLabel: font};
         values.grid = {containLabel: true, bottom: t.series.length > 1 ? 40 : 20};
         values[t.lying ? 'yAxis' : 'xAxis'] = cat; values[t.lying ? 'xAxis' : 'yAxis'] = num;
         values.series = t.series.map(s => ({name: s.name, data: s.values,
           type: {bar: 'bar', line: 'line', scatter: 'scatter'}[t.kind], smooth: t.smooth, symbolSize: 8,
-          label: {show: t.numbers, position: t.lying ? 'right' : 'top'}}));
+          label: {...font, show: t.numbers, position: t.lying ? 'right' : 'top'}}));
       }
       c.setOption(values);
+      each(t, (s, i, n, j) => {
+        if (t.kind !== 'bar' && t.kind !== 'pie') return around(...c.convertToPixel({seriesIndex: i}, [j, s.values[j]]));
+        const b = c.getModel().getSeriesByIndex(i).getData().getItemLayout(j), turn = (b.startAngle + b.endAngle) / 2;
+        if (t.kind === 'pie') return around(b.cx + 0.72 * b.r * Math.cos(turn), b.cy + 0.72 * b.r * Math.sin(turn));
+        return corners(new DOMRect(b.x, b.y, b.width, b.height));
+      });
     },
   chartjs: t => {
       const canvas = document.createElement('canvas'); const box = document.getElementById('c');
       box.style.width = t.width + 'px'; box.style.height = t.height + 'px'; box.appendChild(canvas);
-      Chart.defaults.animation = false; Chart.defaults.color = t.dark ? '#ddd' : '#333';
+      Chart.defaults.animation = false; Chart.defaults.font = {family: t.font, size: t.size}; Chart.defaults.color = t.dark ? '#ddd' : '#333';
       const many = t.series.length > 1 || t.kind === 'pie';
       const options = {maintainAspectRatio: false, indexAxis: t.lying ? 'y' : 'x', plugins: {
         title: {display: !!t.title, text: t.title, font: {size: 16}}, legend: {display: many, position: t.left ? 'right' : 'bottom'}}};
@@ -34,8 +75,14 @@ const DRAW = {
       const sets = t.series.map((s, i) => ({label: s.name, data: s.values, tension: t.smooth ? 0.4 : 0,
         backgroundColor: t.kind === 'pie' ? t.colours : t.colours[i], borderColor: t.kind === 'pie' ? '#fff' : t.colours[i],
         showLine: t.kind !== 'scatter', pointRadius: t.kind === 'scatter' ? 5 : 3}));
-      new Chart(canvas, {type: t.kind === 'pie' ? (t.hole ? 'doughnut' : 'pie') : t.kind === 'bar' ? 'bar' : 'line',
+      const c = new Chart(canvas, {type: t.kind === 'pie' ? (t.hole ? 'doughnut' : 'pie') : t.kind === 'bar' ? 'bar' : 'line',
         data: {labels: t.labels, datasets: sets}, options});
+      each(t, (s, i, n, j) => {
+        const b = c.getDatasetMeta(i).data[j], {x, y, base, width, height} = b;
+        if (t.kind === 'pie') return around(b.getCenterPoint().x, b.getCenterPoint().y);
+        if (t.kind !== 'bar') return around(x, y);
+        return t.lying ? [base, y - height / 2, x, y + height / 2] : [x - width / 2, y, x + width / 2, base];
+      });
     },
   billboard: t => {
       const pie = t.kind === 'pie', columns = pie ? t.labels.map((n, i) => [n, t.series[0].values[i]])
@@ -49,6 +96,11 @@ const DRAW = {
         donut: {label: {format: (v, r) => t.numbers ? v : Math.round(r * 100) + '%'}},
         axis: pie ? {} : {rotated: t.lying, x: {type: 'category', categories: t.labels, label: t.label_axis},
                           y: {label: t.value_axis, min: t.kind === 'bar' ? 0 : undefined, padding: {bottom: 0}}}});
+      each(t, (s, i, n, j) => {
+        const marks = [...document.querySelectorAll(pie ? '.bb-chart-arc text' : t.kind === 'bar' ? '.bb-bar' : '.bb-circle')];
+        const own = marks.find(({__data__: d}) => pie ? d.data.id === n : d.id === s.name && d.index === j);
+        return corners(own.getBoundingClientRect());
+      });
     },
   plotly: t => {
       const pie = t.kind === 'pie';

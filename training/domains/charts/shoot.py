@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from training.domains.browser import drawing, parse_arguments, screenshot
-from training.domains.charts.tables import make_table
+from training.domains.charts.tables import FONTS, make_table
 
 LIBRARIES = {
     "echarts": ("echarts/dist/echarts.min.js",),
@@ -45,6 +45,12 @@ def open_page(browser: Browser, library: str, modules: Path) -> Page:
     if library == "billboard":
         sheet = modules / "billboard.js/dist/billboard.min.css"
         files.append(f'<link rel=stylesheet href="{sheet.resolve().as_uri()}">')
+    folder = (modules / "@fontsource").resolve().as_uri()
+    for font in FONTS[3:]:
+        url = f"{folder}/{font}/files/{font}-latin-400-normal.woff2"
+        files.append(f"<style>@font-face{{font-family:{font};src:url({url})}}</style>")
+    if library not in HELD_OUT:
+        files.append("<style>#c text{font:inherit!important}</style>")
     place = modules / f"chart-{library}.html"
     place.write_text(
         f"<!doctype html><meta charset=utf-8>{''.join(files)}<body style='margin:0'><div id=h></div></body>"
@@ -54,15 +60,22 @@ def open_page(browser: Browser, library: str, modules: Path) -> Page:
     return page
 
 
-def draw_chart(page: Page, library: str, table: dict[str, Any]) -> Image.Image:
+def draw_chart(
+    page: Page, library: str, table: dict[str, Any]
+) -> tuple[Image.Image, dict[str, Any]]:
+    """The picture, and where its texts and values are (libraries.js)."""
     page.set_viewport_size({"width": table["width"], "height": table["height"]})
     back, ink = ("#222", "#ddd") if table["dark"] else ("#fff", "#222")
-    style = f"background:{back};color:{ink};font-family:{table['font']}"
+    style = f"background:{back};color:{ink};font-family:{table['font']};font-size:{table['size']}px"
     page.evaluate(f"""document.body.style.cssText = 'margin:0;{style}';
         document.getElementById('h').innerHTML = '<div id=c></div>'""")
-    page.evaluate("([library, table]) => DRAW[library](table)", [library, table])
+    page.evaluate(
+        """async ([library, table]) => { TEXTS = []; PLACES = () => [];
+        await document.fonts.load(`16px ${table.font}`); await DRAW[library](table); }""",
+        [library, table],
+    )
     page.wait_for_timeout(30)
-    return screenshot(page)
+    return screenshot(page), page.evaluate("shown()")
 
 
 def main() -> None:
@@ -73,7 +86,8 @@ def main() -> None:
             page = open_page(browser, library, args.modules)
             for number in range(args.count // len(libraries)):
                 table = make_table(random.Random(f"{args.seed} {library} {number}"))
-                archive.add(draw_chart(page, library, table), {"library": library, **table})
+                picture, shown = draw_chart(page, library, table)
+                archive.add(picture, {"library": library, **table, **shown})
             page.close()
 
 

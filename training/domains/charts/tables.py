@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from training.domains.screens.pages import FONTS as PAGE_FONTS
 from training.domains.text.words import dictionary
 
 MEASURES = (
@@ -40,7 +41,7 @@ PALETTES = (
     "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #999999",
     "#264653 #2a9d8f #e9c46a #f4a261 #e76f51 #8d99ae #6a4c93 #1982c4",
 )
-FONTS = ("sans-serif", "serif", "Arial", "Georgia", "monospace")
+FONTS = ("sans-serif", "serif", "monospace", *PAGE_FONTS)
 
 
 def make_table(r: random.Random) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def make_table(r: random.Random) -> dict[str, Any]:
         series.append({"name": name if many > 1 else measure, "values": values})
     unit = UNITS.get(measure, "")
     place = r.choice(("", "", f" in {r.randint(1990, 2026)}", " by group", " per item", " (total)"))
+    width, height = r.randint(38, 90) * 10, r.randint(28, 62) * 10
     return {
         "kind": kind,
         "title": f"{measure}{place}" if r.random() < 0.85 else "",
@@ -85,8 +87,8 @@ def make_table(r: random.Random) -> dict[str, Any]:
         "value_axis": f"{measure} ({unit})" if unit else r.choice(("", measure)),
         "labels": labels,
         "series": series,
-        "width": r.randint(38, 90) * 10,
-        "height": r.randint(28, 62) * 10,
+        "width": width,
+        "height": height,
         "colours": r.sample(p := r.choice(PALETTES).split(), len(p)),
         "numbers": r.random() < 0.4,
         "lying": kind == "bar" and r.random() < 0.3,
@@ -95,4 +97,5 @@ def make_table(r: random.Random) -> dict[str, Any]:
         "left": r.random() < 0.4,
         "dark": r.random() < 0.12,
         "font": r.choice(FONTS),
+        "size": round(r.uniform(11, 18) * max(1, width / 640)),
     }

@@ -178,7 +178,9 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     else:
         scene = _grid_scene(rng, width, height)
     few = len(scene.shapes) <= 12
-    if rng.random() < 0.25 and width * height < 400_000 and few:
+    if (
+        rng.random() < (0.25 if held else 0.06) and width * height < 400_000 and few
+    ):  # it takes long
         pixels = render_scene(scene).round().byte().permute(1, 2, 0).numpy()
     else:
         pixels = draw_with_pillow(rng, scene)

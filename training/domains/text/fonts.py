@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import random
-import tempfile
 import zipfile
 from functools import cache, lru_cache
 from pathlib import Path
@@ -32,15 +30,6 @@ def font_names(held: bool) -> tuple[str, ...]:
 
 def draw_font(rng: random.Random, held: bool) -> str:
     return rng.choice(font_names(held))
-
-
-@cache
-def file_of(name: str) -> str:
-    """A file with the font, for programs that read no bytes; it stays until the process ends."""
-    with tempfile.NamedTemporaryFile(suffix=".ttf", delete=False) as file:
-        file.write(_files()[name])
-    atexit.register(os.unlink, file.name)
-    return file.name
 
 
 @lru_cache(maxsize=400)
