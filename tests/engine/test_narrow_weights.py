@@ -44,6 +44,7 @@ async def answers(folder, **settings):
         return asked.output, engine.info
 
 
+@pytest.mark.slow_with("md2")
 async def test_in_float32_four_bits_answer_exactly_as_the_widened_weights(folders):
     (four, small), (wide, large) = [
         await answers(folder, precision="float32") for folder in folders
@@ -67,6 +68,7 @@ def text_logits(model):
     ]
 
 
+@pytest.mark.slow_with("md2")
 @torch.inference_mode()
 def test_torchs_own_product_of_four_bits_is_near_the_widened_weights(folders):
     """Rounding x and scales to bfloat16 moves the logits by less than 2 % of their norm; many rows stay in float32."""
@@ -86,6 +88,7 @@ def test_torchs_own_product_of_four_bits_is_near_the_widened_weights(folders):
         assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
+@pytest.mark.slow_with("int4")
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 async def test_any_checkpoint_can_be_rounded_while_it_is_loaded(precision):
     config = RuntimeConfig(precision=precision, device="cpu")

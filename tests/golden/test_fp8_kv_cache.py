@@ -81,7 +81,7 @@ def test_it_is_plain_attention_over_rounded_numbers(model, case_id: str) -> None
     assert 1e-4 < drift < 0.1, "rounding shows, and no more than it should"
 
 
-@pytest.mark.slow_with("md2", 5)
+@pytest.mark.slow_with("md2", 5, "query.0")
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("case_id", CASES)
 def test_chunks_equal_the_whole(model, case_id: str, size: int) -> None:

@@ -25,7 +25,7 @@ from tests.golden.plain_model import PlainModel
 
 pytestmark = pytest.mark.golden
 IMAGE = "square_378"
-EYES = [(rng.random(), rng.random()) for rng in [random.Random(3)] for _ in range(6)]
+EYES = [(rng.random(), rng.random()) for rng in [random.Random(3)] for _ in range(4)]
 
 
 def prompt(golden: Golden, eye: tuple[float, float]) -> list[Token]:
@@ -33,6 +33,7 @@ def prompt(golden: Golden, eye: tuple[float, float]) -> list[Token]:
     return [*encode("\n\nPoint:"), *map(Coord, eye), *encode(" gaze\n\n")]
 
 
+@pytest.mark.slow_with("md3")
 def test_the_plain_model_gives_the_golden_points(golden: Golden) -> None:
     plain = PlainModel(golden.config, golden.weights)
     for case in golden.expected["cases"]:
@@ -50,7 +51,7 @@ async def test_a_gaze_is_that_of_the_plain_model(
     plain, image = PlainModel(golden.config, golden.weights), golden.runtime.images[IMAGE]
     margins = sorted(plain.margin(image, prompt(golden, eye)) for eye in EYES)
     bias = golden.weights["text.lm_head.bias"].clone()
-    bias[golden.config.ids.eos_id] += (margins[2] + margins[3]) / 2
+    bias[golden.config.ids.eos_id] += (margins[1] + margins[2]) / 2
     weights = {**golden.weights, "text.lm_head.bias": bias}
     plain = PlainModel(golden.config, weights)
     for name in ("config.json", "tokenizer.json"):
@@ -60,7 +61,7 @@ async def test_a_gaze_is_that_of_the_plain_model(
     )
     config = RuntimeConfig(model_path=tmp_path, device="cpu", dtype="float32", cpu_threads=1)
     expected = [plain.point(image, prompt(golden, eye)) for eye in EYES]
-    assert expected.count(None) == 3
+    assert expected.count(None) == 2
     async with await InferenceEngine.create(config) as engine:
         for eye, target in zip(EYES, expected, strict=True):
             result = await engine.gaze(golden_images / f"{IMAGE}.png", eye)

@@ -38,7 +38,7 @@ def cut(file: Path, rows: int, columns: int) -> PreparedImage:
     return PreparedImage("", crops, (rows, columns), pixels.width, pixels.height)
 
 
-@pytest.mark.slow_with("md2", 6)
+@pytest.mark.slow_with("md2", 1, 6)
 @pytest.mark.parametrize("budget", TILINGS)
 async def test_an_answer_with_a_budget_is_that_of_the_plain_model_with_these_crops(
     golden: Golden, golden_folder: Callable[[str], Path], golden_images: Path, budget: int

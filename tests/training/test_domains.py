@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,11 @@ def domain(request: pytest.FixtureRequest, sources: Path) -> str:
 
 @pytest.fixture
 def pictures(domain: str) -> list[Picture]:
+    return drawn(domain)
+
+
+@cache
+def drawn(domain: str) -> list[Picture]:
     sizes = ((420, 300), (300, 420), (640, 480))
     return [draw_picture(random.Random(f"{domain}/{i}"), domain, sizes[i % 3]) for i in range(9)]
 
@@ -147,6 +153,7 @@ def test_phrasing_keeps_quoted_words() -> None:
     assert off_topic(rng).answer == NOT_SHOWN
 
 
+@pytest.mark.slow_with(4, 5, 6, 7)
 @pytest.mark.parametrize("seed", range(8))
 def test_bars_of_a_chart_are_as_long_as_their_values(seed: int, sources: Path) -> None:
     table = {**make_table(random.Random(seed)), "kind": "bar", "numbers": False}

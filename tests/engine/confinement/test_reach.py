@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from kestrel_engine.skills.constraints.grammar_process import GrammarProcess
 from kestrel_engine.types.constraint import Constraint
 from tests.engine.confinement.probe import ATTACKS, WORK
 from tests.engine.preprocess.decoders import decoders
+from tests.forking.process import run_forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux confines decoders")
 
@@ -135,9 +135,7 @@ else:
 
 @pytest.mark.parametrize(("mode", "open_to_others"), [("open", "environ mem fd"), ("hidden", "")])
 def test_a_server_closes_its_memory_and_still_counts_its_own_files(mode, open_to_others):
-    done = subprocess.run(
-        [sys.executable, "-c", _HIDDEN, mode], capture_output=True, text=True, check=True
-    )
+    done = run_forked([sys.executable, "-c", _HIDDEN, mode], text=True)
     assert done.stdout == f"{open_to_others}\nTrue True\n"
 
 
@@ -179,9 +177,7 @@ print(trial.check("require"))
 def test_it_works_within_the_filter_of_a_container_or_a_unit(confined, refused):
     """All allow seccomp and Landlock. Docker's and RestrictNamespaces= refuse namespaces; Podman's and CRI-O's refuse
     the change of the root to a container without capabilities."""
-    done = subprocess.run(
-        [sys.executable, "-c", _CONTAINER, *refused], capture_output=True, text=True, check=True
-    )
+    done = run_forked([sys.executable, "-c", _CONTAINER, *refused], text=True)
     assert done.stdout == f"landlock {confined.landlock}, seccomp, no namespaces\n"
 
 
@@ -196,7 +192,7 @@ os.ftruncate(segment, 2**20 + steps._SPARE_BYTES + 1)
 
 
 def test_a_segment_grows_no_larger_than_the_images_of_a_decoder():
-    done = subprocess.run([sys.executable, "-c", _LARGE], capture_output=True, text=True)
+    done = run_forked([sys.executable, "-c", _LARGE], text=True)
     assert done.returncode == 1
     assert done.stderr.endswith("OSError: [Errno 27] File too large\n")
 

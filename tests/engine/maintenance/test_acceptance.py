@@ -174,7 +174,7 @@ UNKNOWN: dict[str, tuple[Callable[[Path], None], str, str]] = {
 """Corruptions, the check that names each, and its words. Those of UNKNOWN have no checksum to differ from."""
 
 
-@pytest.mark.slow_with("a transposed matrix", "a wrong sign")
+@pytest.mark.slow_with("a transposed matrix", "a wrong sign", "another id of coordinates")
 @pytest.mark.parametrize("fault", [*BROKEN, *UNKNOWN])
 async def test_a_corruption_is_named(folder: Path, monkeypatch, fault: str) -> None:
     change, check, words = (BROKEN | UNKNOWN)[fault]

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ VISION = VisionConfig()
 PIXELS = np.random.default_rng(3).integers(0, 256, (620, 1100, 3), dtype=np.uint8)
 
 
-def encoded(pixels=PIXELS) -> bytes:
+@cache
+def encoded() -> bytes:
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
+    Image.fromarray(PIXELS).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -85,6 +87,7 @@ def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
     return np.frombuffer(image.write_to_memory(), np.uint8).reshape(height, width, 3)
 
 
+@pytest.mark.slow_with(4, 12)
 @pytest.mark.parametrize("most", [1, 4, 7, 12])
 def test_the_crops_are_cut_from_the_image_at_the_size_of_its_tiles(most):
     part, box = np.ascontiguousarray(PIXELS[:, 550:]), (0.5, 0, 1, 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import itertools
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ def pool():
 
 
 def encoded(kind: str, width: int, height: int, orientation: int = 1) -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = (np.add.outer(np.arange(height), np.arange(3 * width)) & 0xC0).astype(np.uint8)
+    pixels = pixels.reshape(height, width, 3)
     if kind in _SAVERS:
         image = pyvips.Image.new_from_array(pixels).copy()
         image.set_type(pyvips.GValue.gint_type, "orientation", orientation)
@@ -42,8 +44,10 @@ def encoded(kind: str, width: int, height: int, orientation: int = 1) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("orientation", [1, 3, 6])
-@pytest.mark.parametrize("kind", [*_SAVERS, "BMP", "AVIF"])
+@pytest.mark.parametrize(
+    ("kind", "orientation"),
+    [("GIF", 1), ("BMP", 1), *itertools.product(("JPEG", "PNG", "WebP", "TIFF", "AVIF"), (1, 6))],
+)
 async def test_size_and_crops_are_those_of_the_decoded_image(pool, kind, orientation):
     if kind == "AVIF" and "AVIF" not in FORMATS:
         pytest.skip("this installation reads no AVIF")

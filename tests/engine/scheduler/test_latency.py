@@ -150,6 +150,7 @@ def measure(kind: str) -> tuple[float, float]:
     return p95(window) / QUIET_ITL_S, ends[1] / ends[0]
 
 
+@pytest.mark.slow_with("2", "3", "4", "5")
 @pytest.mark.parametrize("kind", ["even", "1", "2", "3", "4", "5"])
 def test_images_that_come_over_time_disturb_nobody_and_are_done_in_time(kind):
     itl, done = measure(kind)

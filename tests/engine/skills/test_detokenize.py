@@ -58,7 +58,7 @@ def test_any_ids_join_to_one_decode(ids):
 
 
 pieces = st.one_of(
-    st.text(max_size=3).map(str.encode),
+    st.text("az~é\xad中🐞\0", max_size=3).map(str.encode),
     st.binary(max_size=4),
     st.sampled_from(
         [b"\xf0\x9f\x98", b"\xe4\xb8", b"\x80", b"\xed\xa0\x80", b"\xf4\x90", REPLACEMENT.encode()]

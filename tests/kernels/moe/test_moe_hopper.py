@@ -36,7 +36,7 @@ def product_in_torch(up, rows, row_scale, grouping, weight, scale, outputs):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("tile", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_products_are_the_models_layer(fp8, tile, monkeypatch):
     if not ON_HOPPER:
         monkeypatch.setattr(moe_hopper, "_launch", product_in_torch)

@@ -35,7 +35,7 @@ def test_half_and_fp8_within_their_rounding(num_tokens, dtype, fp8, within):
     assert relative_error(prefill(layer, u), layer.expected(u)) < within
 
 
-@pytest.mark.parametrize("num_tokens", [20, 130])
+@pytest.mark.parametrize("num_tokens", [20, pytest.param(130, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "within"), [(F16, 2e-3), (F32, 1e-5)])
 @pytest.mark.parametrize(("group", "dim", "inner"), [(16, 96, 64), (32, 64, 64)])
 def test_four_bits(num_tokens, dtype, within, group, dim, inner):

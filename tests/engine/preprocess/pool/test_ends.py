@@ -29,6 +29,7 @@ from tests.engine.preprocess.pool.conftest import (
     pixels,
     png,
 )
+from tests.forking.process import ForkedProcess, run_forked
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[4]
@@ -174,7 +175,7 @@ asyncio.run(main())
 @pytest.mark.slow_with("idle")
 @pytest.mark.parametrize("state_of_it", ["loading", "idle", "busy"])
 async def test_nothing_is_left_of_a_process_that_is_killed(state_of_it):
-    with subprocess.Popen(
+    with ForkedProcess(
         [sys.executable, "-c", _KILLED, state_of_it], stdout=subprocess.PIPE, cwd=ROOT, text=True
     ) as process:
         assert process.stdout is not None
@@ -220,7 +221,5 @@ def test_a_decoder_gets_no_more_memory_than_it_has_reserved():
         "except MemoryError: print('refused')\n"
         "np.ones(2**27, np.uint8)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = run_forked([sys.executable, "-c", code], text=True)
     assert done.stdout == "refused\n"

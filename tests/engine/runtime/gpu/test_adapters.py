@@ -63,12 +63,12 @@ class Tuned(Talk):
 def mixed(config, first, second, third):
     look = [0, ImageBlock("single", config.image_positions)]
     return [
-        Tuned(0, [0, 21, 22, 23], [TEXT] * 5, first),
-        Tuned(1, [0, 21, 22, 23], [TEXT] * 5, None),
-        Tuned(2, [0, 21, 22, 23], [TEXT] * 5, second, chunk=2),
-        Tuned(3, [*look, 11, 12], [TEXT] * 4, second),
-        Tuned(4, [*look, 11, 12], [TEXT] * 4, first),
-        Tuned(5, [0, 21, 22, 23], [TEXT] * 4, third),
+        Tuned(0, [0, 21, 22, 23], [TEXT] * 3, first),
+        Tuned(1, [0, 21, 22, 23], [TEXT] * 3, None),
+        Tuned(2, [0, 21, 22, 23], [TEXT] * 3, second, chunk=2),
+        Tuned(3, [*look, 11, 12], [TEXT] * 3, second),
+        Tuned(4, [*look, 11, 12], [TEXT] * 3, first),
+        Tuned(5, [0, 21, 22, 23], [TEXT] * 3, third),
     ]
 
 
@@ -120,8 +120,8 @@ def test_mixed_requests(family, most_rows, monkeypatch):
                 answers(
                     runtime,
                     [
-                        Tuned(0, [0, 21, 22, 23], [TEXT] * 5, mlps),
-                        Tuned(1, [0, 21, 22, 23], [TEXT] * 5, None),
+                        Tuned(0, [0, 21, 22, 23], [TEXT] * 3, mlps),
+                        Tuned(1, [0, 21, 22, 23], [TEXT] * 3, None),
                     ],
                 )
             )
@@ -129,7 +129,7 @@ def test_mixed_requests(family, most_rows, monkeypatch):
         )
         assert got == wanted and wanted[0] != wanted[1]
         # Rows without adapters afterwards: nothing remains.
-        again = ids(answers(tested, [Tuned(1, [0, 21, 22, 23], [TEXT] * 5, None)]))
+        again = ids(answers(tested, [Tuned(1, [0, 21, 22, 23], [TEXT] * 3, None)]))
         assert again[1] == wanted[1]
     finally:
         tested.close()

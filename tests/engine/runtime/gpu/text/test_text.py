@@ -154,6 +154,7 @@ def test_a_prompt_and_steps_of_several_sequences(family, inline_tau, monkeypatch
     pair.check_pools()
 
 
+@pytest.mark.slow_with("moondream2")
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -213,6 +214,7 @@ def test_experts_that_begin_ahead_change_no_bit(fp8, monkeypatch):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+@pytest.mark.slow_with("moondream3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_wanted_rows_come_back(family):
     pair = small_pair(family)
@@ -234,6 +236,7 @@ def test_logits_are_those_of_the_stream_and_of_its_norm():
     assert_same(pair.fused.logits(many.to(DEVICE)), pair.model.text.logits(many))
 
 
+@pytest.mark.slow_with("moondream2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_rows_than_the_streaming_kernels_take(family, monkeypatch):
     for limit in ("MAX_ROWS", "MAX_TOKENS"):

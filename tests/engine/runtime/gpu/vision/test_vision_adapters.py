@@ -115,7 +115,7 @@ def test_tokens_equal_those_of_merged_weights(tested):
         found = answers(runtime, talks)
         return [[token.id for token in found[talk.number]] for talk in talks]
 
-    rules = [TEXT] * 5
+    rules = [TEXT] * 3
     got = ids(
         tested,
         Tuned(0, [*image(CONFIG, own.key), 11, 12], rules),
