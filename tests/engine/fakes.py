@@ -3,8 +3,6 @@
 Beside it scripts for the runtime, an observer, and an image and settings to ask with.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -21,11 +19,7 @@ from tests.fake_runtime import FakeRuntime
 IMAGE = np.full((40, 60, 3), 200, np.uint8)
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
-SMALL = {
-    "config": {
-        "vision": {"crop_size": 126, "overlap_margin": 1, "max_crops": 4},
-    }
-}
+SMALL = {"config": {"vision": {"crop_size": 126, "overlap_margin": 1, "max_crops": 4}}}
 """9 x 9 patches: an image takes 81 positions."""
 
 

@@ -4,8 +4,6 @@ The released vocabulary is a byte-level BPE whose alphabet lacks 16 bytes, and w
 Nobody may distribute the file. Here made-up words have the ids whose text is not known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several models on one device: a model that is loaded later leaves the others what they may still take."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import threading

@@ -1,7 +1,5 @@
 """A cache on the disk has a limit: what was used least recently makes room, and never what a process uses."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

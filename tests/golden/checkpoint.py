@@ -1,7 +1,5 @@
 """Unpacks the golden checkpoints of tests/data/goldens (see tests/data/make_goldens.py for the format)."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import shutil

@@ -1,7 +1,5 @@
 """What must hold for one golden case or image; used with what the repository keeps and with the complete set."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny scheduler for tests: gives sequences scattered pages and drives skill states through StepPlans."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

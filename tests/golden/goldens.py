@@ -1,7 +1,5 @@
 """One golden model under test: its cases, expected arrays and tolerances, and a runtime holding its images."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path

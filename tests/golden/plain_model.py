@@ -2,8 +2,6 @@
 once. No cache, no pages, no batch, and no code of the engine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ another one from there on. The manifest's limits of decode_logits allow for such
 are judged by their least cosine. float32 shows that the router was near a tie.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Every golden case of both models in float32, through the runtime: logits, hidden states, ids, bins, values, text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The complete golden set, where it exists: every stored array of both models, crops and tokenizer included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +9,7 @@ import pyvips
 from safetensors.torch import load_file
 
 from kestrel_engine.types.requests import PreparedImage
-from tests.golden.checks import (
-    BLOCK_CASES,
-    check_blocks,
-    check_case,
-    check_vision,
-)
+from tests.golden.checks import BLOCK_CASES, check_blocks, check_case, check_vision
 from tests.golden.goldens import COMPLETE, load_golden
 
 pytestmark = [

@@ -1,7 +1,5 @@
 """The same sequence computed in other ways gives the same result: pieces, pages, neighbours, follow-ups."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

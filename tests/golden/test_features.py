@@ -1,7 +1,5 @@
 """An answer about an image's features is that about the image, token for token in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ golden array fits what is rounded, so plain torch stands for them. Where two way
 number may be rounded up by one and down by the other: tolerances are for a few of those.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Gaze equals a plain implementation, which the golden points show to be right."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 What runs without one is tests/engine/runtime/gpu/test_gpu_runtime.py, on models small enough.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

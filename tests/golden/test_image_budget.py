@@ -1,7 +1,5 @@
 """Answers with an image budget equal those of the plain model that is given crops that are cut here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts with several images against a plain model: one dense pass with the whole mask, for every token anew."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Crops, encoder, stitching, pooling and projector against the stored rows of every golden image."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

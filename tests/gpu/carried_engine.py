@@ -4,8 +4,6 @@ Without kernels ("") it has those of Triton's own cache.
 A process of its own, because a process keeps the kernels that it has launched.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -6,8 +6,6 @@ Weights and KV cache are in FP8. It runs in a process of its own, because a proc
 compute nothing. One line of JSON: a list of [kernel, bytes of shared memory, registers a thread, bytes spilled].
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The copy of adapters to a device: in pieces, beside its steps, with the same bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

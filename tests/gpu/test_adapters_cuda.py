@@ -1,7 +1,5 @@
 """Adapters on CUDA with plain torch (--no-compile) and with kernels: in float32 the same tokens as on a CPU."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

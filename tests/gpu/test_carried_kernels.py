@@ -1,7 +1,5 @@
 """Kernels that were compiled with the GPU hidden are those for which a GPU looks: before, or at a first start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 tests/engine/runtime/gpu/test_warm_up.py shows a part of this without a GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

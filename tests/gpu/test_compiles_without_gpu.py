@@ -4,8 +4,6 @@ Interpreted kernels compute the right numbers even where Triton's compiler refus
 that a GPU looks for the kernels that this command compiles.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

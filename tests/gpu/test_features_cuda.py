@@ -1,7 +1,5 @@
 """Features in place of an image on a GPU: the runtime takes them where its tower's output would be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

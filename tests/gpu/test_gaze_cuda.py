@@ -1,7 +1,5 @@
 """Gaze on a GPU in float32: the targets that the CPU finds (tests/golden/test_gaze.py)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images that come one after the other, so that a captured graph makes their crops: tokens are as on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Several models on one GPU: one is loaded, and captures its graphs, while another serves; both answer as alone."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Streams that a closed runtime leaves don't crash the process (pytorch/pytorch#183403)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

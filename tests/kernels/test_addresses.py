@@ -1,7 +1,5 @@
 """The check that interpreted kernels access only what their arguments cover finds what would be a fault on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -17,9 +17,7 @@ CARD = torch.device("cuda:0")
 @pytest.fixture(autouse=True)
 def asked_anew(monkeypatch):
     monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda _: SimpleNamespace(multi_processor_count=132),
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
     )
     gluon_support.is_supported.cache_clear()
     spared.of_hopper.cache_clear()

@@ -1,7 +1,5 @@
 """Carried kernels are found where the folder lies now, without a write; others go to Triton's own cache."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Callers: each asks in its own rhythm, waits for answers in several ways, and sometimes leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """The device: the fake runtime, with steps that take time, and faults that a seed chooses."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

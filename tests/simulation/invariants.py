@@ -1,7 +1,5 @@
 """What must hold at every moment, and what must be left when all requests have ended."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

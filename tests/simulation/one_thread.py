@@ -4,8 +4,6 @@ An event loop whose time is a still clock. Between its rounds it calls the turns
 thread, and the work that others would give to a thread. If nothing can happen, time jumps to the next event.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

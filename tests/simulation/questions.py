@@ -1,7 +1,5 @@
 """What callers ask, and what the answer is when nothing else happens."""
 
-from __future__ import annotations
-
 import io
 import random
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 guard, limits and edge; those for several samples are OpenAI's. Clients send and read slowly, stop to read, and
 disconnect."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import random

@@ -359,11 +359,7 @@ class _Alone:
             source = image(each.image) if each.image else None
             try:
                 stream = await engine.submit(
-                    each.skill,
-                    source,
-                    dict(each.arguments),
-                    each.wanted,
-                    cache_salt=each.salt,
+                    each.skill, source, dict(each.arguments), each.wanted, cache_salt=each.salt
                 )
                 self.answers[each] = await stream.result()
             except KestrelError as error:

@@ -1,7 +1,5 @@
 """Random adapters for small models, in memory and in files, and the weights with an adapter merged into them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

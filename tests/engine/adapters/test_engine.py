@@ -1,7 +1,5 @@
 """Adapters by name through the whole engine, on the bundled model: mixed requests, caches, errors of one request."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The files of adapters: their forms, what is refused before a tensor is read, and the scale."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -213,10 +211,7 @@ Change = Callable[[dict[str, Tensor]], object]
             lambda t: t.update({"text.blocks.9.mlp.fc1.A": torch.ones(4, 32)}),
             "text.blocks.9.mlp.fc1, which adapters of this model can't change",
         ),
-        (
-            lambda t: t.update({f"model.{FC1}.A": torch.ones(4, 32)}),
-            "mean the same tensor",
-        ),
+        (lambda t: t.update({f"model.{FC1}.A": torch.ones(4, 32)}), "mean the same tensor"),
         (lambda t: t.clear(), "holds no tensor"),
         (lambda t: t.update({f"{FC1}.A": torch.full((4, 32), torch.nan)}), "not finite"),
         (

@@ -1,7 +1,5 @@
 """Loaded adapters: bounds, the order in which they go, one reading for many requests, files that change."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -17,12 +15,7 @@ from kestrel_engine.adapters import library
 from kestrel_engine.adapters.files import Checked, Packer
 from kestrel_engine.adapters.library import AdapterLibrary, Lease
 from kestrel_engine.adapters.origins.origins import Origins
-from kestrel_engine.errors import (
-    AdaptersFull,
-    AdapterUnavailable,
-    AdapterUnfit,
-    EngineClosed,
-)
+from kestrel_engine.errors import AdaptersFull, AdapterUnavailable, AdapterUnfit, EngineClosed
 from kestrel_engine.runtime.gpu.adapters.layout import PROJECTOR, SlabLayout
 from kestrel_engine.types.adapter import Adapter
 from tests.engine.adapters.random_adapters import random_tensors
@@ -60,12 +53,7 @@ async def adapters(tmp_path: Path) -> AsyncIterator[AdapterLibrary]:
         tensors = random_tensors(MODEL, seed, only=".mlp.")
         save_file(tensors, tmp_path / f"{name}.safetensors")
     size = sum(4 * tensor.numel() for tensor in tensors.values())
-    made = AdapterLibrary(
-        Origins(tmp_path),
-        MODEL,
-        dtype=torch.float32,
-        max_bytes=5 * size // 2,
-    )
+    made = AdapterLibrary(Origins(tmp_path), MODEL, dtype=torch.float32, max_bytes=5 * size // 2)
     yield made
     await made.close()
 

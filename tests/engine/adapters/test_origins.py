@@ -1,7 +1,5 @@
 """Adapters from the hub and from the tuning API: real transfers from local stand-ins, and every way that they fail."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import io
@@ -60,10 +58,7 @@ async def make(stand: Stand, api: TuningStand, tmp_path: Path) -> AsyncIterator[
         options = {"folder": None, "downloads": tmp_path / "disk", "endpoint": stand.url} | options
         folder = options.pop("folder")
         library = AdapterLibrary(
-            Origins(folder, sources, **options),
-            MODEL,
-            dtype=torch.float32,
-            max_bytes=1 << 24,
+            Origins(folder, sources, **options), MODEL, dtype=torch.float32, max_bytes=1 << 24
         )
         made.append(library)
         return library

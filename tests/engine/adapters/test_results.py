@@ -1,7 +1,5 @@
 """Rows with different adapters, and without one, share passes, and each gets the result of merged weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

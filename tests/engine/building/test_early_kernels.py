@@ -1,7 +1,5 @@
 """EarlyKernels: a first start compiles its kernels in a process of its own, a second one finds the note of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kestrel_engine import (
-    ConfigError,
-    InferenceEngine,
-    InsufficientMemoryError,
-    RuntimeConfig,
-)
+from kestrel_engine import ConfigError, InferenceEngine, InsufficientMemoryError, RuntimeConfig
 from kestrel_engine.building import device as devices
 from kestrel_engine.building import factory
 from kestrel_engine.checkpoint.catalog import BUNDLED

@@ -1,7 +1,5 @@
 """Random checkpoints of a few hundred KiB with the real structure, and an independent writer of the other naming."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

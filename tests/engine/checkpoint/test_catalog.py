@@ -17,12 +17,7 @@ def test_known_models() -> None:
     assert (
         tiny.hub is None
         and tiny.path
-        and tiny.path.parts[-3:]
-        == (
-            "kestrel_engine",
-            "bundled",
-            "kestrel_tiny",
-        )
+        and tiny.path.parts[-3:] == ("kestrel_engine", "bundled", "kestrel_tiny")
     )
     md2 = resolve("Moondream2")
     assert md2.hub is not None and md2.hub.sha256 is not None

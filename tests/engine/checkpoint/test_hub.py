@@ -1,7 +1,5 @@
 """Downloads through the real huggingface_hub from a local stand-in that speaks the hub's file endpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every value of config.json is checked: a checkpoint may come from a stranger."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_engine.errors import ConfigError

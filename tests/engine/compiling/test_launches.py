@@ -1,7 +1,5 @@
 """The compiler's threads, as far as a test can provoke what they do to each other."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """On the stand-in for a card, tensors have the shapes, strides and alignment that they have on a card."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

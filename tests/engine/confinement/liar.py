@@ -1,7 +1,5 @@
 """A decoder that an image controls: it answers its job with the bytes that are the image, and does not end."""
 
-from __future__ import annotations
-
 import os
 import threading
 

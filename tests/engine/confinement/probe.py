@@ -3,8 +3,6 @@
 Each function with ``attack`` reaches something, or raises OSError, AssertionError, MemoryError or ValueError.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

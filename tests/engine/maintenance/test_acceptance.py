@@ -1,7 +1,5 @@
 """``verify`` on a stand-in release: the bundled weights under a released name. Each corruption is named."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is said of a machine: of this one, and of ones that are played to be otherwise."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

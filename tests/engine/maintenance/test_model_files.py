@@ -1,7 +1,5 @@
 """A model fetched into the cache or a folder, found there without a hub, and verified: against the local stand-in."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

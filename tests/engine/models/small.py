@@ -1,7 +1,5 @@
 """Small random Moondreams: every shape differs from every other, and the grid is not the number of layers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The refiner against a plain implementation of moondream.md section 9.6 made of torch's own modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

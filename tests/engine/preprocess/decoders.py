@@ -1,7 +1,5 @@
 """Decoder processes as tests see them: which there are, held up, ended."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Keys of crops: equal keys mean equal crops, although the crops that a device makes are known by what they read."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

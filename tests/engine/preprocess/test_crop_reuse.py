@@ -1,7 +1,5 @@
 """Crops that equal crops of an earlier image skip the tower, and nothing else changes: bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

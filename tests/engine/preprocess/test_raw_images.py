@@ -1,7 +1,5 @@
 """Raw pixels whose crops the device makes: no decoder, one look at each pixel, and the keys of a fresh pool."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

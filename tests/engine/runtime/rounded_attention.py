@@ -1,7 +1,5 @@
 """What an eight-bit cache is to compute: one sequence's attention in plain torch, with keys and values rounded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Embeddings that a step returns equal the plain model's tower output."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -101,10 +99,7 @@ def test_what_a_failed_step_should_have_encoded_is_not_read():
     runtime = new_runtime("moondream2")
     image = kept(key="lost")
     broken = replace(image, crops=image.crops[:, :10])
-    plans = [
-        StepPlan(0, encode=(whole(broken),)),
-        StepPlan(1, reads=(ImageRead(1, image, ALL),)),
-    ]
+    plans = [StepPlan(0, encode=(whole(broken),)), StepPlan(1, reads=(ImageRead(1, image, ALL),))]
     handles = [runtime.launch(plan) for plan in plans]
     with pytest.raises(RuntimeError):
         runtime.collect(handles[0])

@@ -1,7 +1,5 @@
 """Keys and values in eight bits through the plain runtime: what is kept, who sees it, and that nothing else matters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The torch runtime on small random models: plans, images, failures. Exactness is tested in tests/golden."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -2,8 +2,6 @@
 
 The fake runtime remembers which slots hold numbers that are not finite: who reads one comes back as not finite."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace

@@ -15,8 +15,6 @@ second or 64 % of the device, is what the test takes, evenly and at random. For 
 the pictures to the 1.75 that 3 crops, or a prefix, a step make of it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -194,11 +194,7 @@ def flood(number_of_requests=700):
 @pytest.mark.parametrize("count", [4, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("principal", "priority", "most"),
-    [
-        ("other", 1, 3.0),
-        pytest.param("other", 0, 2.0, marks=pytest.mark.slow),
-        ("flood", 0, 2.0),
-    ],
+    [("other", 1, 3.0), pytest.param("other", 0, 2.0, marks=pytest.mark.slow), ("flood", 0, 2.0)],
 )
 def test_beside_700_requests_of_one_principal(principal, priority, most, count):
     """In virtual time, on the device of test_latency: 3 ms a decode step, 7.2 ms with as much new work as may be."""

@@ -18,10 +18,7 @@ from kestrel_engine.skills import (
 )
 from kestrel_engine.skills.gaze import mean_gaze
 from kestrel_engine.skills.prompts import check_context, check_images
-from kestrel_engine.types.requests import (
-    Coord,
-    Size,
-)
+from kestrel_engine.types.requests import Coord, Size
 from kestrel_engine.types.step import StepToken, TokenRule
 
 
@@ -88,8 +85,7 @@ def test_a_character_cut_at_the_limit_still_comes_out(moondream3, codec):
 
 
 @pytest.mark.parametrize(
-    ("family", "direct", "reasoning"),
-    [("moondream2", (3, 3), (3, 4)), ("moondream3", (3,), (4,))],
+    ("family", "direct", "reasoning"), [("moondream2", (3, 3), (3, 4)), ("moondream3", (3,), (4,))]
 )
 def test_query_prompts_follow_the_family(request, family, direct, reasoning):
     context = request.getfixturevalue(family)

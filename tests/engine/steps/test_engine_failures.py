@@ -17,15 +17,7 @@ from kestrel_engine import (
 )
 from kestrel_engine.skills import QuerySkill
 from kestrel_engine.types.step import TokenRule
-from tests.engine.fakes import (
-    GREEDY,
-    IMAGE,
-    Gate,
-    Listener,
-    SlowImage,
-    fake_build,
-    never_ends,
-)
+from tests.engine.fakes import GREEDY, IMAGE, Gate, Listener, SlowImage, fake_build, never_ends
 from tests.engine.inside import inside
 from tests.fake_runtime import FakeRuntime
 

@@ -1,7 +1,5 @@
 """Refined outlines on the fake runtime, which refines a mask by removing its first row."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import threading
@@ -19,13 +17,7 @@ from kestrel_engine.skills.segment import SegmentOutput
 from kestrel_engine.steps.refining import Refining
 from kestrel_engine.types.model_config import parse_model_config
 from kestrel_engine.types.requests import PreparedImage, SamplingParams
-from kestrel_engine.types.step import (
-    MOST_REFINED,
-    RefineRow,
-    StepResult,
-    StepToken,
-    TokenRule,
-)
+from kestrel_engine.types.step import MOST_REFINED, RefineRow, StepResult, StepToken, TokenRule
 from kestrel_engine.types.submission import Submission
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec, Listener, fake_build
 from tests.fake_runtime import FakeRuntime

@@ -1,12 +1,6 @@
 """Lessons for small models, whose vocabularies have 60 ids."""
 
-from __future__ import annotations
-
-from kestrel_engine.teaching.data.lessons import (
-    EndTarget,
-    Lesson,
-    WordTarget,
-)
+from kestrel_engine.teaching.data.lessons import EndTarget, Lesson, WordTarget
 from kestrel_engine.types.requests import Coord, Size
 
 

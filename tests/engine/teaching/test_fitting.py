@@ -1,7 +1,5 @@
 """Fitting: the decoder with gradients computes what the runtime serves, and a few steps lower the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

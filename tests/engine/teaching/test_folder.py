@@ -1,7 +1,5 @@
 """Folders of labelled images: what is read, and what is refused by line and field."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lessons have the prompts of the skills, and a target for each token that the model must produce."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_engine import InvalidRequest

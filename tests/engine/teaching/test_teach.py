@@ -1,7 +1,5 @@
 """What an adapter is taught from: images, replay and examples; how a training ends and what it leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Views: pixels and labels are moved alike, and lessons that are no longer true are left out."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Without a CUDA device, "cuda" is "cpu". The dog to outline is a red circle, beca
 and the tuning API are stand-ins.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -111,9 +109,7 @@ async def test_the_examples_of_the_early_readme(
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # The examples leave their files open.
 def test_the_quick_start(
-    downloads: Stand,
-    golden_folder: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
+    downloads: Stand, golden_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(downloads, "moondream2", golden_folder("md2"))
     exec(LATER[0], {"__name__": "__main__"})

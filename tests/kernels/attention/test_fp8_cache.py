@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.kernels.attention.paged_decode import (
-    DecodeConfig,
-)
+from kestrel_engine.kernels.attention.paged_decode import DecodeConfig
 from kestrel_engine.kernels.attention.paged_text import TILE_QUERIES, paged_text
 from kestrel_engine.kernels.attention.rope_store import rope_store
 from kestrel_engine.kernels.e4m3 import has_units

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from kestrel_engine.kernels.attention import paged_decode as paged_decode_module
-from kestrel_engine.kernels.attention.paged_decode import (
-    DecodeConfig,
-    choose_splits,
-    config_of,
-)
+from kestrel_engine.kernels.attention.paged_decode import DecodeConfig, choose_splits, config_of
 from tests.kernels.attention.attention_cases import Case, decode_reference, relative_error
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")

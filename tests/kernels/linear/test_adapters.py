@@ -1,8 +1,6 @@
 """The kernels for adapters against float64: rows with different adapters and without, ranks of several slabs, shapes
 that do not divide evenly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

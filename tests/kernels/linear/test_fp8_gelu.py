@@ -8,12 +8,7 @@ pytest.importorskip("triton")
 
 from kestrel_engine.kernels.layer_norm import FP8_MAX
 from kestrel_engine.kernels.linear.fp8_gelu import GeluTile, bounds, fp8_gelu
-from kestrel_engine.kernels.linear.fp8_rows import (
-    FP8,
-    Fp8Rows,
-    layer_norm_fp8,
-    quantise_rows,
-)
+from kestrel_engine.kernels.linear.fp8_rows import FP8, Fp8Rows, layer_norm_fp8, quantise_rows
 from kestrel_engine.kernels.spared import hopper_multiprocessors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

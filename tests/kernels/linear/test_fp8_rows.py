@@ -7,12 +7,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from kestrel_engine.kernels.layer_norm import FP8_MAX, layer_norm
-from kestrel_engine.kernels.linear.fp8_rows import (
-    FP8,
-    Fp8Rows,
-    layer_norm_fp8,
-    quantise_rows,
-)
+from kestrel_engine.kernels.linear.fp8_rows import FP8, Fp8Rows, layer_norm_fp8, quantise_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Interpreted, bfloat16 arithmetic is wrong.

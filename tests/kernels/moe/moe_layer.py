@@ -1,7 +1,5 @@
 """Layer: one mixture of experts with random weights, as tensors for the kernels and as the models package's Moe."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Experts with random weights that preserve the scale of their inputs."""
 
-from __future__ import annotations
-
 import torch
 
 from kestrel_engine.kernels.moe.tile import Experts

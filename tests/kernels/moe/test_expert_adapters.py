@@ -1,8 +1,6 @@
 """Experts with adapters against models.text.Moe: the paths of few and of many tokens, weights in FP8, ranks of several
 slabs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The likeliest ids of rows, against those of runtime.sampler for the same logits and rules."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

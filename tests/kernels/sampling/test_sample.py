@@ -1,7 +1,5 @@
 """The kernel's ids and log-probabilities against those of runtime.sampler, for the same logits, rules and draws."""
 
-from __future__ import annotations
-
 import math
 import random
 

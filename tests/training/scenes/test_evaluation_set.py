@@ -7,10 +7,7 @@ import pytest
 from training.scenes.evaluation_set import Example, encode, example
 from training.scenes.vocabulary import HELD_OUT
 
-FROZEN = {
-    "seen": "49cdff2f1aa69758",
-    "unseen-pairs": "e436175b7121ce12",
-}
+FROZEN = {"seen": "49cdff2f1aa69758", "unseen-pairs": "e436175b7121ce12"}
 
 
 def _digest(examples: list[Example]) -> str:

@@ -1,7 +1,5 @@
 """A model in a bucket: uploaded, downloaded once for a node, resumed, checked, read without the right to write."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

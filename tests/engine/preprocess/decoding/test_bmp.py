@@ -1,7 +1,5 @@
 """BMP: the same pixels as the same image in PNG, and the limits of its header."""
 
-from __future__ import annotations
-
 import io
 import struct
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Writes TIFFs with any tags, also those that no library writes."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -5,11 +5,7 @@ import asyncio
 import pytest
 
 from kestrel_engine.config.image_limits import ImageLimits
-from kestrel_engine.errors import (
-    EngineClosed,
-    ImageTooLargeError,
-    PixelsWaiting,
-)
+from kestrel_engine.errors import EngineClosed, ImageTooLargeError, PixelsWaiting
 from tests.engine.preprocess.decoders import decoders, held_up, state
 from tests.engine.preprocess.pool.conftest import (
     asked,

@@ -21,14 +21,7 @@ from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.preprocess.processes import decoder_process
 from tests.engine.preprocess.decoders import decoders, held_up
-from tests.engine.preprocess.pool.conftest import (
-    LIMITS,
-    VISION,
-    asked,
-    decoders_of,
-    pixels,
-    png,
-)
+from tests.engine.preprocess.pool.conftest import LIMITS, VISION, asked, decoders_of, pixels, png
 from tests.waiting import until
 
 

@@ -1,7 +1,5 @@
 """Random models of both families for interpreted kernels: a crop has 16 patches, an image 17 positions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 """GpuRuntime with adapters gives what TorchRuntime gives, token for token in float32, in mixed batches of both kinds of
 passes, captured sizes and others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A rehearsal runs a few layers of each kind, in this thread only."""
 
-from __future__ import annotations
-
 import threading
 
 from kestrel_engine.runtime.gpu.capture import rehearsal, rehearsed

@@ -3,8 +3,6 @@
 Without a GPU Triton interprets the kernels around them; torch multiplies.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 On a machine with a CUDA device the passes are captured graphs.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

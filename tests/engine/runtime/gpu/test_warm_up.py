@@ -5,8 +5,6 @@ that are aligned. The interpreter compiles nothing, so these tests record the ki
 counts real compilations.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Without a GPU Triton interprets the kernels, so the models are small.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

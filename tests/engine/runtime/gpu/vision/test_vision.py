@@ -1,7 +1,5 @@
 """The fused tower against the plain one on the CPU. Without a GPU its kernels are interpreted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

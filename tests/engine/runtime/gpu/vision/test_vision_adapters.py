@@ -1,8 +1,6 @@
 """Adapters of the vision tower and of the projector in GpuRuntime: crops of different adapters share passes, and each
 image gets the prefix of merged weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
