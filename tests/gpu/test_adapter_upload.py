@@ -7,11 +7,6 @@ from kestrel_engine.models.low_rank import LowRank
 from kestrel_engine.runtime.gpu.adapters.upload import PIECE_BYTES, SlabUpload
 from kestrel_engine.types.adapter import Adapter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("num_bytes", [2, PIECE_BYTES - 2, PIECE_BYTES, 5 * PIECE_BYTES // 2])
 def test_all_bits_arrive(num_bytes: int) -> None:

@@ -6,17 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
 from tests.engine.adapters.random_adapters import random_tensors
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 IMAGES = [
     np.random.default_rng(4).integers(0, 256, (*sides, 3), dtype=np.uint8)

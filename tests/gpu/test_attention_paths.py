@@ -26,11 +26,6 @@ from tests.golden.driver import Feed, Job, pages_for, run_jobs
 from tests.golden.goldens import Golden, load_golden, load_pictures
 from tests.kernels.attention.attention_cases import Case, decode_reference, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 VARIANTS = [
     pytest.param(name, graphs, id=f"{name}-{'graphs' if graphs else 'eager'}")
     for name in ("triton", "flashinfer", "torch")

@@ -12,11 +12,7 @@ import torch
 
 from kestrel_engine.compiling.cards import CARDS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])

@@ -9,17 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from kestrel_engine import ConfigError, InferenceEngine, LoRA, RuntimeConfig, TextLoRAConfig
 from kestrel_engine.checkpoint.open import open_model
 from tests.engine.adapters.random_adapters import random_tensors
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 SIDES = ((378, 378), (200, 900), (900, 200), (1200, 900), (2000, 700), (3000, 3000), (50, 31))
 """Images of every shape of tiling: one tile, a row, a column, a field."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from kestrel_engine.scheduler.lanes.beside import Beside
 from tests.equality.mixes import (
@@ -23,11 +22,6 @@ from tests.equality.mixes import (
     random_settings,
     run_mix,
 )
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def model_of(name: str, folder: Path, *, beside: bool) -> Model:

@@ -14,11 +14,6 @@ from kestrel_engine.types.step import Row
 from tests.golden.test_engine import CHECKS, cases, check_text, run
 from tests.gpu.test_torch_runtime_cuda import IMAGE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("model", ["md2", "md3"])
 @pytest.mark.parametrize(

@@ -6,15 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from tests.golden.test_gaze import EYES, IMAGE
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.mark.parametrize("name", ["md2", "md3"])

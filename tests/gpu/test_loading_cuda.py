@@ -9,11 +9,6 @@ from kestrel_engine.checkpoint.weights.device_reader import DeviceReader
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 from kestrel_engine.types.model_config import parse_model_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
 def test_many_pieces_arrive_while_memory_is_used_again(tmp_path, name):

@@ -6,15 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from tests.engine.inside import inside
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 SIZES = ((850, 600), (300, 200))
 TURNS = 4

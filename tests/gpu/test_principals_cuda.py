@@ -4,15 +4,9 @@ import asyncio
 import contextvars
 
 import pytest
-import torch
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from tests.golden.test_engine import CHECKS, cases, check_text, run
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 _caller: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("caller")
 

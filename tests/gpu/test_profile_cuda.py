@@ -4,15 +4,7 @@ import asyncio
 import gzip
 import json
 
-import pytest
-import torch
-
 from kestrel_engine import InferenceEngine, ProfileRequest, RuntimeConfig
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 async def profiled(engine, path):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from kestrel_client.drawing.rasterise import fill
 from kestrel_client.drawing.svg_path import polygons
@@ -14,11 +13,6 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 IMAGE = Path(__file__).parents[2] / "clients/python/kestrel_client/commands/demo.jpg"
 OBJECTS = ("pink star", "green crescent", "green shape", "shape")
 WIDTH, HEIGHT = 857, 783
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 async def outlines(device: str, dtype: str, **settings) -> list[dict]:

@@ -22,11 +22,6 @@ from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.vision.graphs import WITH_ROOM, CropPassShape
 from tests.kernels.attention.attention_cases import relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def test_a_spaced_step_begins_some_time_after_the_one_before():
     last = torch.zeros(1, dtype=torch.int64, device="cuda")

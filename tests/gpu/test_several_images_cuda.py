@@ -9,14 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.equality.mixes import ASKS, SEVERAL, Alone, Mix, Model, Seen, assert_equal, run_mix
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def model_of(name: str, folder: Path, **config: object) -> Model:

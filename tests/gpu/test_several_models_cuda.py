@@ -13,11 +13,6 @@ import torch
 from kestrel_engine import InferenceEngine, InsufficientMemoryError, RuntimeConfig
 from tests.golden.test_engine import CHECKS, cases, check_text, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 LOADS = 3
 """Together they take more streams than torch has of one priority, with those of the readers of weights."""
 

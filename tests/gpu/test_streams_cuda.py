@@ -3,14 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SCRIPT = """
 import gc
 import torch

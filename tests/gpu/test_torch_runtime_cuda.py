@@ -4,17 +4,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import torch
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from tests.golden.test_engine import CHECKS, cases, check_text, run
 
 IMAGE = Path(__file__).parents[2] / "clients/python/kestrel_client/commands/demo.jpg"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.mark.parametrize("model", ["md2", "md3"])
