@@ -17,7 +17,7 @@ from ..skills.objects.request import Merging
 from ..steps.delivery import Delivery, Finished, RequestEnd
 from ..types.events import EngineMetrics, EngineResult, StreamUpdate
 from ..types.observer import Observer, RequestEvent
-from ..types.requests import Edges, ImageRegion, num_positions
+from ..types.requests import Edges, ImageRegion, image_positions, num_positions
 from ..types.stream import EngineStream
 from ..types.submission import Submission
 from ..types.timings import FrontTimings, StepTimings, metrics_of, together
@@ -188,6 +188,7 @@ class OpenRequests:
             request.timings,
             timings,
             input_tokens=sum(num_positions(each.prompt) for each, _ in request.ended),
+            image_tokens=sum(image_positions(each.prompt) for each, _ in request.ended),
             output_tokens=0 if finished is None else len(finished.token_ids),
             reasoning_tokens=0 if finished is None else finished.reasoning_tokens,
         )
@@ -235,6 +236,7 @@ class OpenRequests:
             first_token_at=timings.first_token_at,
             finished_at=timings.finished_at,
             adapter="" if first.adapter is None else first.adapter.name,
+            principal=first.principal,
         )
         try:
             self._observer.on_request(event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..types.step import (
     PREVIOUS,
@@ -166,7 +166,7 @@ class Draft:
             allowance.take_crops(part.last - part.first - len(part.reused))
             sequence.num_encoded_crops += part.num_encoded
             sequence.num_reused_crops += len(part.reused)
-            self.encode.append(part)
+            self.encode.append(replace(part, sequence_id=sequence.sequence_id))
         return self._images.is_encoded(key)
 
     def _row(self, sequence: Sequence, count: int, images: tuple[ImagePiece, ...]) -> Row:

@@ -30,6 +30,7 @@ from ..types.step import RefineRow, RuleWait, StepPlan, StepResult, StepToken
 from ..types.submission import Submission
 from ..types.timings import StepTimings
 from .delivery import SequenceEnd, StepReport
+from .device_time import of_each_decode, of_new_work
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class _Active:
     """None until the scheduler has it."""
     first_token_at: float | None = None
     last_token_at: float | None = None
+    device_s: float = 0.0
+    """Seconds of the device that belong to the request so far (device_time.py)."""
     finish: FinishReason | None = None
     """Why generation ended, while the outline is refined. The scheduler no longer has the sequence."""
 
@@ -72,6 +75,7 @@ class _Active:
             cached_tokens=0 if sequence is None else sequence.num_cached,
             encoded_crops=0 if sequence is None else sequence.num_encoded_crops,
             reused_crops=0 if sequence is None else sequence.num_reused_crops,
+            device_s=self.device_s,
         )
 
 
@@ -182,10 +186,18 @@ class ActiveRequests:
 
     def collected(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Takes the result of a step that has come back."""
+        for sequence_id, seconds in of_new_work(plan, result):
+            if (worked_for := self._active.get(sequence_id)) is not None:
+                worked_for.device_s += seconds
         for sequence_id in result.non_finite & self._active.keys():
             self._not_finite(sequence_id)
+        decode_s = of_each_decode(plan, result)
+        prefilled = {row.sequence_id for row in plan.prefill}
         for sequence, token in self._scheduler.commit(plan, result):
-            self._consume(self._active[sequence.sequence_id], sequence, token, now)
+            active = self._active[sequence.sequence_id]
+            if sequence.sequence_id not in prefilled:
+                active.device_s += decode_s
+            self._consume(active, sequence, token, now)
         for sequence_id in result.readings.keys() & self._active.keys():
             active = self._active[sequence_id]
             active.first_token_at = active.last_token_at = now

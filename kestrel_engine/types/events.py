@@ -69,6 +69,8 @@ class EngineMetrics:
 
     input_tokens: int = 0
     """Prompt positions, BOS and image included."""
+    image_tokens: int = 0
+    """Those of input_tokens that images take."""
     output_tokens: int = 0
     """Generated tokens, spatial ones included, stop id not."""
     reasoning_tokens: int = 0
@@ -79,6 +81,8 @@ class EngineMetrics:
     """Crops of the request's images that were encoded for it; 0 if another request had the image encoded."""
     reused_crops: int = 0
     """Crops that were not encoded, because an earlier image had an equal one (RuntimeConfig.crop_cache_bytes)."""
+    device_time_ms: float = 0.0
+    """The request's share of the device's work in its steps, by positions, and by crops of images."""
     queue_time_ms: float = 0.0
     """Accepted to first scheduled, less preprocessing."""
     preprocess_time_ms: float = 0.0

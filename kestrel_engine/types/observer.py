@@ -64,6 +64,8 @@ class RequestEvent:
     finished_at: float
     adapter: str = ""
     """The name of the adapter that was applied, "" for none."""
+    principal: str = ""
+    """The principal that made the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

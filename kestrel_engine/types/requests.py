@@ -67,6 +67,11 @@ def num_positions(tokens: tuple[Token, ...] | list[Token]) -> int:
     return sum(t.num_positions if isinstance(t, ImageBlock) else 1 for t in tokens)
 
 
+def image_positions(tokens: tuple[Token, ...]) -> int:
+    """Those of ``num_positions`` that images take."""
+    return sum(t.num_positions for t in tokens if isinstance(t, ImageBlock))
+
+
 def _number(default: float, **schema: float) -> Any:
     """A field of SamplingParams. ``schema``: its range, in JSON Schema."""
     return field(default=default, metadata={"schema": {"type": "number", **schema}})

@@ -147,6 +147,8 @@ class EncodeSlice:
     last: int
     reused: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    sequence_id: int = field(default=-1, compare=False)
+    """The sequence for which the crops are encoded. Others may use them too."""
 
     @property
     def distinct(self) -> range:

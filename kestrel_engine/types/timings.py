@@ -35,6 +35,8 @@ class StepTimings:
     """Crops that were encoded for the request."""
     reused_crops: int = 0
     """Crops whose features were kept from earlier images."""
+    device_s: float = 0.0
+    """Seconds of the device that belong to the request (steps/device_time.py)."""
 
 
 def together(every: Sequence[StepTimings]) -> StepTimings:
@@ -50,6 +52,7 @@ def together(every: Sequence[StepTimings]) -> StepTimings:
         cached_tokens=sum(t.cached_tokens for t in every),
         encoded_crops=sum(t.encoded_crops for t in every),
         reused_crops=sum(t.reused_crops for t in every),
+        device_s=sum(t.device_s for t in every),
     )
 
 
@@ -58,6 +61,7 @@ def metrics_of(
     steps: StepTimings,
     *,
     input_tokens: int,
+    image_tokens: int = 0,
     output_tokens: int,
     reasoning_tokens: int = 0,
 ) -> EngineMetrics:
@@ -70,11 +74,13 @@ def metrics_of(
     total = end - front.accepted_at
     return EngineMetrics(
         input_tokens=input_tokens,
+        image_tokens=image_tokens,
         output_tokens=output_tokens,
         reasoning_tokens=reasoning_tokens,
         cached_tokens=steps.cached_tokens,
         encoded_crops=steps.encoded_crops,
         reused_crops=steps.reused_crops,
+        device_time_ms=1e3 * steps.device_s,
         queue_time_ms=1e3 * queue,
         preprocess_time_ms=1e3 * front.preprocess_s,
         prefill_time_ms=1e3 * max(0.0, first - scheduled),

@@ -12,6 +12,7 @@ from .capture import Capture
 from .load import LoadMeter
 from .orca import LoadReports
 from .profiles import Profiles
+from .usage_log import UsageLog
 
 
 class CallRecords:
@@ -23,6 +24,11 @@ class CallRecords:
         """``audit``: None if administrative calls are not recorded."""
         self._log = AccessLog(config.access_log)
         self.audit = audit
+        self.usage = None
+        """The usage log; None without one."""
+        if config.usage_log is not None:
+            limit, worker = config.usage_log_bytes, config.telemetry.worker
+            self.usage = UsageLog(config.usage_log, limit, worker)
         self.load_meter = LoadMeter(served)
         self.load_reports = LoadReports(self.load_meter.read)
         self.statistics = CallStatistics()

@@ -218,6 +218,7 @@ class KestrelServer:
             self._files.follow(self._health.update),
             follow_heap(self.guard.take_freed_bytes),
             self.guard.connections.run(),
+            *(() if self.records.usage is None else (self.records.usage.run(),)),
         )
         self._opened.beside += [asyncio.create_task(each) for each in beside]
         self._opened.started_at = clock.now()
@@ -230,6 +231,7 @@ class KestrelServer:
             num_calls=lambda: self.in_flight.count,
             is_ready=lambda: self.served.state is State.READY,
             ended=self.ended_connections,
+            usage=self.records.usage,
         )
 
     def _services(self, images: RequestImages) -> HttpServices:
@@ -340,6 +342,8 @@ class KestrelServer:
         if opened is not None:
             await opened.ports.close()
         await self.records.capture.stop()
+        if self.records.usage is not None:
+            await self.records.usage.write()
         if opened is not None and opened.shared_images is not None:
             await opened.shared_images.close()
         if self.telemetry is not None:

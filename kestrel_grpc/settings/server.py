@@ -14,7 +14,7 @@ from kestrel_client.commands.flags import DEFAULT_ADDRESS
 from kestrel_engine import ConfigError, SettingGroup, check_settings, checked
 
 from .addresses import parse_address
-from .debug import DebugConfig
+from .debug import DebugConfig, writable_folder
 from .flags import SettingsError, configured, matching
 from .http import HttpConfig
 from .logs import DEFAULT_BUFFER_BYTES, LEAST_BUFFER_BYTES, checked_levels
@@ -118,6 +118,15 @@ class ServerConfig:
         metavar="FILE",
         shown="none",
     )
+    usage_log: str | None = LOG.setting(
+        None,
+        "folder for what each principal used of each model and adapter, as lines of JSON in a file an hour",
+        metavar="FOLDER",
+        parse=writable_folder,
+        shown="none",
+    )
+    usage_log_bytes: int = checked(1024 * MIB, low=MIB)
+    """Limit on the bytes of all files in that folder. The oldest ones are deleted."""
     log_format: Literal["text", "json"] = LOG.setting(
         "text",
         "format of all log records; json writes one object per line",

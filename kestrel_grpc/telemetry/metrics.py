@@ -25,12 +25,15 @@ from .model_gauges import ModelGauges
 from .names import METRICS, Metric
 from .open_files import file_limit, open_files
 from .readers import DenseHistogram
+from .used import used_by
 
 Read = Callable[[], Iterable[Observation]]
 
 MOST_PRINCIPALS = 100
 OTHERS = "other"
 """The label of all principals after the first MOST_PRINCIPALS. It bounds the number of series."""
+MOST_USERS = 1000
+"""Combinations of principal, model and adapter that have a series of their own in the metrics of usage."""
 MOST_ADAPTERS = 50
 """Adapters that have a label of their own; all others are OTHERS."""
 
@@ -71,6 +74,9 @@ class ServiceMetrics:
         self._reasoning = self._counts("kestrel.tokens.reasoning")
         self._principal_calls = self._counts("kestrel.principal.calls")
         self._principal_tokens = self._counts("kestrel.principal.tokens")
+        self._usage_tokens = self._counts("kestrel.usage.tokens")
+        self._device_time = self._counts("kestrel.usage.device_time")
+        self._users: set[tuple[str, str, str]] = set()
         self._unauthorized = self._counts("kestrel.calls.unauthorized")
         self._frames = self._counts("kestrel.frames", *FRAME_OUTCOMES)
         self._shared_images = self._counts("kestrel.shared_images.operations")
@@ -141,6 +147,7 @@ class ServiceMetrics:
         self._tokens[(*which, "input")] += metrics.input_tokens
         self._tokens[(*which, "output")] += metrics.output_tokens
         self._reasoning[()] += metrics.reasoning_tokens
+        self._count_usage(event, *which)
         served = {
             names.OPERATION: operation_of(event.skill),
             names.PROVIDER: names.PROVIDER_VALUE,
@@ -163,6 +170,17 @@ class ServiceMetrics:
             self._per_token.record(
                 metrics.decode_time_ms / 1e3 / (metrics.output_tokens - 1), served
             )
+
+    def _count_usage(self, event: RequestEvent, model: str, adapter: str) -> None:
+        user, used = (event.principal, model, adapter), used_by(event)
+        if user not in self._users and len(self._users) >= MOST_USERS:
+            user = (OTHERS, model, OTHERS)
+        self._users.add(user)
+        self._usage_tokens[(*user, "input")] += used.input_tokens
+        self._usage_tokens[(*user, "image")] += used.image_tokens
+        self._usage_tokens[(*user, "cached")] += used.cached_tokens
+        self._usage_tokens[(*user, "output")] += used.output_tokens
+        self._device_time[user] += used.device_s  # type: ignore[assignment]
 
     def on_image(self, event: ImageEvent) -> None:
         if not event.error:

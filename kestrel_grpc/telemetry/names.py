@@ -118,6 +118,11 @@ counter kestrel.principal.calls {call} by kestrel.principal: Calls by principal:
     'other', callers without credentials as ''
 counter kestrel.principal.tokens {token} by kestrel.principal gen_ai.token.type: Tokens of the calls that ended with OK,
     by principal
+counter kestrel.usage.tokens {token} by kestrel.principal gen_ai.request.model kestrel.adapter gen_ai.token.type: Tokens
+    of the engine's requests that were scheduled, also of cancelled ones: input (positions), image and cached (parts of
+    input), and output; after 1000 combinations, further ones have the principal and the adapter 'other'
+counter kestrel.usage.device_time s by kestrel.principal gen_ai.request.model kestrel.adapter: Time of the device that
+    belongs to these requests: decoding by rows, prefill by positions, vision by crops
 counter kestrel.calls.unauthorized {call} by kestrel.reason: Calls that ended with UNAUTHENTICATED or PERMISSION_DENIED,
     by the reason in their error
 counter kestrel.frames {frame} by kestrel.outcome: Frames of StreamFrames, by outcome: answered, repeated (with the

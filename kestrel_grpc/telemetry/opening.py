@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kestrel_engine import EngineInfo, ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
@@ -33,6 +33,12 @@ FLUSH_S = 5.0
 """How long a stopping server waits for its last spans and metrics to be exported."""
 
 
+class Usage(Protocol):
+    """Receives each request of the engine that has ended, with the name of its model."""
+
+    def on_request(self, event: RequestEvent, model: str) -> None: ...
+
+
 class Telemetry:
     """Receives events of calls from the interceptor, and of the engine as its Observer. ``open_telemetry`` makes it."""
 
@@ -43,10 +49,12 @@ class Telemetry:
         endpoint: MetricsPort | None,
         shutdowns: list[Callable[[], object]],
         registry: CollectorRegistry | None = None,
+        usage: Usage | None = None,
     ) -> None:
         self._tracing, self._metrics = tracing, metrics
         self._endpoint, self._registry = endpoint, registry
         self._shutdowns = shutdowns
+        self._usage, self._default = usage, ""
         self._counts = False
         self._complained: set[str] = set()
 
@@ -78,6 +86,7 @@ class Telemetry:
     def ready(self, engine: InferenceEngine, load_s: float) -> None:
         """The engine accepts requests. Steps and requests before this call, those of the warm-up, do not count."""
         self.start_counting()
+        self._default = engine.info.model
         if self._tracing is not None:
             self._tracing.ready(engine.info)
         if self._metrics is not None:
@@ -117,6 +126,7 @@ class Telemetry:
         if self._counts:
             self._tell("on_request", self._metrics, event, info and info.model)
             self._tell("on_request", self._tracing, event, info)
+            self._tell("on_request", self._usage, event, info.model if info else self._default)
 
     def on_image(self, event: ImageEvent) -> None:
         if self._counts:
@@ -142,7 +152,9 @@ class Telemetry:
         if shutdowns and not await within(timeout_s, *shutdowns):
             logger.warning("the last spans and metrics were not exported in %g s", timeout_s)
 
-    def _tell(self, what: str, part: ServiceMetrics | CallTracing | None, *args: object) -> None:
+    def _tell(
+        self, what: str, part: ServiceMetrics | CallTracing | Usage | None, *args: object
+    ) -> None:
         """Calls a method of one part. Its error must not fail a call; it is logged once."""
         try:
             if part is not None:
@@ -187,24 +199,26 @@ def open_telemetry(
     num_calls: Callable[[], int],
     is_ready: Callable[[], bool],
     ended: Callable[[], Mapping[str, int]],
+    usage: Usage | None = None,
 ) -> Telemetry | None:
     """Creates tracing, metrics and exporters. ``guard``, ``num_calls``, ``is_ready``, ``ended``: as for ServiceMetrics.
 
-    Returns None if the configuration exports nothing or a package is missing; the latter is logged. Call this in the
-    process that serves, because exporters start threads.
+    Without ``usage``, returns None if the configuration exports nothing or a package is missing; the latter is logged.
+    Call this in the process that serves, because exporters start threads.
 
     Raises AddressError if the Prometheus endpoint cannot or must not listen, TlsError and TokenFileError, and
     SettingsError if OpenTelemetry rejects an OTEL_* variable.
     """
+    uncounted = None if usage is None else Telemetry(None, None, None, [], usage=usage)
     if not config.traces and not config.measures:
-        return None
+        return uncounted
     missing = missing_packages(config)
     if missing:
         logger.warning(
             "telemetry is off: %s is not installed; install it with pip install ./clients/python '.[telemetry]'",
             ", ".join(missing),
         )
-        return None
+        return uncounted
     with _named_variables():
         from . import providers  # The SDK reads some variables when it is imported.
 
@@ -252,7 +266,7 @@ def open_telemetry(
         shutdowns.append(meter_provider.shutdown)
     if endpoint is not None:
         shutdowns.append(endpoint.close)
-    return Telemetry(tracing, metrics, endpoint, shutdowns, registry)
+    return Telemetry(tracing, metrics, endpoint, shutdowns, registry, usage)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ async def run_tasks(run: Run, tasks: Sequence[CallTask[Any, Any]]) -> pb.Analyze
     metrics = call.result.metrics
     return pb.AnalyzeResponse(
         results=[result for result, _ in done],
-        usage=usage_message(metrics, run.image_tokens(results)),
+        usage=usage_message(metrics),
         timings=timings_of_several(metrics, 1e3 * (clock.now() - run.began)),
         info=run.info(),
     )

@@ -178,7 +178,7 @@ class Run:
             timings = timings_of_several(metrics, 1e3 * (clock.now() - began))
         response.timings.CopyFrom(timings)
         if task.kind.generates:
-            response.usage.CopyFrom(usage_message(metrics, self.image_tokens(results)))
+            response.usage.CopyFrom(usage_message(metrics))
         response.info.CopyFrom(self.info(seed))
         return made, results
 
@@ -187,11 +187,6 @@ class Run:
         assert self._info is not None, "the call is accepted"
         self._info.seed = seed
         return self._info
-
-    def image_tokens(self, results: Sequence[EngineResult]) -> int:
-        """The positions that images took in the prompts of the requests."""
-        looks = sum(len(result.images) * result.num_looks for result in results)
-        return looks * self.engine.info.image_positions
 
     def status(self, error: Exception, task: CallTask[Any, Any]) -> status_pb2.Status:
         """The status that a task, or one of its names, has failed with."""

@@ -154,13 +154,14 @@ def token_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
     return message
 
 
-def usage_message(metrics: EngineMetrics, image_tokens: int) -> common_pb2.Usage:
+def usage_message(metrics: EngineMetrics) -> common_pb2.Usage:
     return common_pb2.Usage(
         input_tokens=metrics.input_tokens,
         output_tokens=metrics.output_tokens,
         cached_tokens=metrics.cached_tokens,
-        image_tokens=image_tokens,
+        image_tokens=metrics.image_tokens,
         reasoning_tokens=metrics.reasoning_tokens,
+        device_ms=rounded_ms(metrics.device_time_ms),
     )
 
 

@@ -34,6 +34,8 @@ class Usage:
     """The part of input_tokens that the image takes."""
     reasoning_tokens: int = 0
     """The part of output_tokens that is reasoning."""
+    device_ms: float = 0.0
+    """The share of the device's time that belongs to the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -833,6 +833,7 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    DEVICE_MS_FIELD_NUMBER: _builtins.int
     input_tokens: _builtins.int
     """Positions of the prompt: text, image and spatial references. At least 1."""
     output_tokens: _builtins.int
@@ -845,6 +846,10 @@ class Usage(_message.Message):
     """The part of output_tokens that is reasoning. The token that separates it from the answer does not count. At least
     0.
     """
+    device_ms: _builtins.float
+    """The share of the device's time that belongs to the request, at least 0: of decoding by rows, of prefill by
+    positions, of vision by crops. An image that was encoded for another request takes none.
+    """
     def __init__(
         self,
         *,
@@ -853,10 +858,11 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         image_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int = ...,
+        device_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "image_tokens", b"image_tokens", "input_tokens", b"input_tokens", "output_tokens", b"output_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_ms", b"device_ms", "image_tokens", b"image_tokens", "input_tokens", b"input_tokens", "output_tokens", b"output_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
