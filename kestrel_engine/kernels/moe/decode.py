@@ -12,7 +12,7 @@ programs of the down kernel find their expert and prefetch its weights into L2 w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,48 +21,33 @@ from torch import Tensor
 
 from ..adapters.experts import ExpertChange, ExpertChanges, add_expert_change
 from ..linear.int4 import group_of, two_groups
-from .tile import Experts, dot_tile, geglu, product_scale, triton_type
+from .tile import Experts, Tile, TilePair, dot_tile, geglu, product_scale, triton_type
 
 MAX_TOKENS = 64
 _NARROW = 16
 
 
-class DecodeTile(NamedTuple):
-    """The output rows of a program, the inputs of a step, warps, stages, and whether weights are the first operand."""
-
-    rows: int
-    block_k: int
-    warps: int
-    stages: int
-    swap: bool = True
-
-
-class DecodeTiles(NamedTuple):
-    up: DecodeTile
-    down: DecodeTile
-
-
 # By bytes of a weight and batch class (1 token, up to 16, up to 64). Measured on an H200:
 # 24, 111 and 141 us for FP8, 34, 176 and 207 us for bfloat16. Those of one token in FP8 are
 # smaller now than they were for these 24 us: beside attention they are faster.
-TILES: dict[tuple[int, int], DecodeTiles] = {
-    (1, 1): DecodeTiles(DecodeTile(4, 512, 2, 4), DecodeTile(8, 512, 4, 2)),
-    (1, 16): DecodeTiles(DecodeTile(32, 128, 4, 4, False), DecodeTile(64, 128, 4, 4)),
-    (1, 64): DecodeTiles(DecodeTile(32, 128, 4, 4, False), DecodeTile(128, 128, 8, 4)),
-    (2, 1): DecodeTiles(DecodeTile(4, 512, 4, 3), DecodeTile(8, 1024, 4, 1)),
-    (2, 16): DecodeTiles(DecodeTile(32, 128, 4, 4), DecodeTile(64, 128, 4, 4)),
-    (2, 64): DecodeTiles(DecodeTile(64, 64, 4, 4), DecodeTile(128, 64, 4, 4)),
-    (4, 1): DecodeTiles(DecodeTile(4, 256, 4, 2), DecodeTile(8, 256, 4, 2)),
-    (4, 16): DecodeTiles(DecodeTile(32, 32, 4, 2, False), DecodeTile(64, 32, 4, 2, False)),
-    (4, 64): DecodeTiles(DecodeTile(32, 32, 4, 2, False), DecodeTile(64, 32, 4, 2, False)),
+TILES: dict[tuple[int, int], TilePair] = {
+    (1, 1): TilePair(Tile(4, 512, 2, 4, True), Tile(8, 512, 4, 2, True)),
+    (1, 16): TilePair(Tile(32, 128, 4, 4), Tile(64, 128, 4, 4, True)),
+    (1, 64): TilePair(Tile(32, 128, 4, 4), Tile(128, 128, 8, 4, True)),
+    (2, 1): TilePair(Tile(4, 512, 4, 3, True), Tile(8, 1024, 4, 1, True)),
+    (2, 16): TilePair(Tile(32, 128, 4, 4, True), Tile(64, 128, 4, 4, True)),
+    (2, 64): TilePair(Tile(64, 64, 4, 4, True), Tile(128, 64, 4, 4, True)),
+    (4, 1): TilePair(Tile(4, 256, 4, 2, True), Tile(8, 256, 4, 2, True)),
+    (4, 16): TilePair(Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
+    (4, 64): TilePair(Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
 }
 
 
-def tiles_of_groups(sort: int, group: int) -> DecodeTiles:
+def tiles_of_groups(sort: int, group: int) -> TilePair:
     """Returns the tiles of weights in 4 bits for a batch class. A step reads two groups of each row."""
     if sort == 1:
-        return DecodeTiles(DecodeTile(8, group, 4, 4), DecodeTile(16, group, 4, 4))
-    return DecodeTiles(DecodeTile(32, group, 4, 3), DecodeTile(64, group, 4, 3))
+        return TilePair(Tile(8, group, 4, 4, True), Tile(16, group, 4, 4, True))
+    return TilePair(Tile(32, group, 4, 3, True), Tile(64, group, 4, 3, True))
 
 
 def batch_class(num_tokens: int) -> int:
@@ -81,7 +66,7 @@ def moe_decode(
     out: Tensor | None = None,
     adapters: ExpertChanges | None = None,
     pdl: bool = False,
-    tiles: DecodeTiles | None = None,
+    tiles: TilePair | None = None,
 ) -> Tensor:
     """Applies each token's experts (see `route.route`) to ``u`` [T, D] and returns parts [k, T, D] float32.
 
@@ -124,7 +109,7 @@ def _launch(
     weights: Tensor | None,
     out: Tensor,
     change: ExpertChange | None,
-    tile: DecodeTile,
+    tile: Tile,
     product_type: torch.dtype,
     pdl: bool,
 ) -> None:
@@ -136,7 +121,7 @@ def _launch(
     by_expert = num_tokens * k >= num_experts
     launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     _decode_experts[
-        (triton.cdiv(outputs, tile.rows), num_experts if by_expert else num_tokens * k)
+        (triton.cdiv(outputs, tile.block_n), num_experts if by_expert else num_tokens * k)
     ](
         x,
         experts,
@@ -149,7 +134,7 @@ def _launch(
         x.stride(0),
         INPUTS=columns * (2 if group else 1),
         OUTPUTS=outputs,
-        ROWS=tile.rows,
+        ROWS=tile.block_n,
         BLOCK_K=tile.block_k,
         STAGES=tile.stages,
         SWAP=tile.swap,
@@ -161,7 +146,7 @@ def _launch(
         DOT=triton_type(product_type),
         PRODUCT_SCALE=product_scale(product_type),
         PDL=pdl,
-        PREFETCH=0 if up or group else _prefetchable(matrix, tile.rows),
+        PREFETCH=0 if up or group else _prefetchable(matrix, tile.block_n),
         GROUP=group,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -9,7 +9,7 @@ same rows, and the row tiles of an expert, are adjacent, so programs that run at
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,78 +22,38 @@ from ..gluon_support import hopper_programs
 from ..linear.fp8_rows import Fp8Rows
 from ..linear.int4 import group_of, two_groups
 from .route import Grouping, group_by_expert
-from .tile import Experts, dot_tile, geglu, product_scale, triton_type
+from .tile import Experts, Tile, TilePair, dot_tile, geglu, product_scale, triton_type
 
-
-class PrefillTile(NamedTuple):
-    """The output columns of a program (for up, of h and of g each), the inputs of a step, warps and stages. ``swap``:
-    see `tile.dot_tile`. ``tma``: load weights with the tensor memory accelerator."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    swap: bool = False
-    tma: bool = False
-
-
-class PrefillTiles(NamedTuple):
-    """The tiles of both products. ``rows``: the pairs of a tile."""
-
-    rows: int
-    up: PrefillTile
-    down: PrefillTile
-
-
-# By bytes of a weight and the largest mean pairs of an expert (0: no limit). Measured on an H200
-# at 64, 256, 730 and 11,680 tokens: 138, 176, 305 and 2,410 us for FP8 (489 TFLOP/s), 222,
-# 253, 287 and 2,237 us for bfloat16.
-TILES: dict[tuple[int, int], PrefillTiles] = {
-    (1, 24): PrefillTiles(
-        16, PrefillTile(64, 128, 4, 4, True, True), PrefillTile(128, 128, 4, 4, True, True)
-    ),
-    (1, 48): PrefillTiles(
-        32, PrefillTile(64, 128, 4, 3, True, True), PrefillTile(128, 128, 4, 3, True, True)
-    ),
-    (1, 144): PrefillTiles(
-        32, PrefillTile(64, 128, 4, 3, True, True), PrefillTile(128, 128, 4, 3, True, True)
-    ),
-    (1, 0): PrefillTiles(
-        128, PrefillTile(128, 64, 8, 4, True, True), PrefillTile(256, 64, 8, 4, True, True)
-    ),
-    (2, 24): PrefillTiles(
-        16, PrefillTile(64, 64, 4, 4, True, True), PrefillTile(128, 64, 4, 4, True, True)
-    ),
-    (2, 48): PrefillTiles(
-        64, PrefillTile(128, 64, 4, 3, False, True), PrefillTile(256, 64, 4, 3, False, True)
-    ),
-    (2, 144): PrefillTiles(
-        128, PrefillTile(128, 64, 8, 3, False, True), PrefillTile(256, 64, 8, 3, False, True)
-    ),
-    (2, 0): PrefillTiles(
-        128, PrefillTile(128, 64, 8, 4, False, True), PrefillTile(256, 64, 8, 4, False, True)
-    ),
-    (4, 24): PrefillTiles(32, PrefillTile(32, 32, 4, 2), PrefillTile(64, 32, 4, 2)),
-    (4, 48): PrefillTiles(64, PrefillTile(32, 32, 4, 2), PrefillTile(64, 32, 4, 2)),
-    (4, 144): PrefillTiles(64, PrefillTile(32, 32, 4, 2), PrefillTile(64, 32, 4, 2)),
-    (4, 0): PrefillTiles(64, PrefillTile(64, 32, 8, 2), PrefillTile(64, 32, 8, 2)),
+# The pairs of a tile and the tiles of both products, by bytes of a weight and the largest mean pairs
+# of an expert (0: no limit). Measured on an H200 at 64, 256, 730 and 11,680 tokens: 138, 176, 305 and
+# 2,410 us for FP8 (489 TFLOP/s), 222, 253, 287 and 2,237 us for bfloat16.
+TILES: dict[tuple[int, int], tuple[int, TilePair]] = {
+    (1, 24): (16, TilePair(Tile(64, 128, 4, 4, True, True), Tile(128, 128, 4, 4, True, True))),
+    (1, 48): (32, TilePair(Tile(64, 128, 4, 3, True, True), Tile(128, 128, 4, 3, True, True))),
+    (1, 144): (32, TilePair(Tile(64, 128, 4, 3, True, True), Tile(128, 128, 4, 3, True, True))),
+    (1, 0): (128, TilePair(Tile(128, 64, 8, 4, True, True), Tile(256, 64, 8, 4, True, True))),
+    (2, 24): (16, TilePair(Tile(64, 64, 4, 4, True, True), Tile(128, 64, 4, 4, True, True))),
+    (2, 48): (64, TilePair(Tile(128, 64, 4, 3, False, True), Tile(256, 64, 4, 3, False, True))),
+    (2, 144): (128, TilePair(Tile(128, 64, 8, 3, False, True), Tile(256, 64, 8, 3, False, True))),
+    (2, 0): (128, TilePair(Tile(128, 64, 8, 4, False, True), Tile(256, 64, 8, 4, False, True))),
+    (4, 24): (32, TilePair(Tile(32, 32, 4, 2), Tile(64, 32, 4, 2))),
+    (4, 48): (64, TilePair(Tile(32, 32, 4, 2), Tile(64, 32, 4, 2))),
+    (4, 144): (64, TilePair(Tile(32, 32, 4, 2), Tile(64, 32, 4, 2))),
+    (4, 0): (64, TilePair(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2))),
 }
 
 
-def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> PrefillTiles:
+def tiles_for(element_size: int, num_pairs: int, num_experts: int) -> tuple[int, TilePair]:
     mean = num_pairs / num_experts
     limit = next((limit for limit in (24, 48, 144) if mean <= limit), 0)
     return TILES[element_size, limit]
 
 
-def tiles_of_groups(group: int, num_pairs: int, num_experts: int) -> PrefillTiles:
+def tiles_of_groups(group: int, num_pairs: int, num_experts: int) -> tuple[int, TilePair]:
     """Returns the tiles of weights in 4 bits. A step reads two groups of each row."""
     few = num_pairs <= 24 * num_experts
-    up, down = (
-        PrefillTile(64, group, 4, 2, True),
-        PrefillTile(64 if few else 128, group, 4, 2, True),
-    )
-    return PrefillTiles(16 if few else 64, up, down)
+    down = Tile(64 if few else 128, group, 4, 2, True)
+    return 16 if few else 64, TilePair(Tile(64, group, 4, 2, True), down)
 
 
 def hopper_kernels(device: torch.device) -> ModuleType | None:
@@ -116,7 +76,7 @@ def moe_prefill(
     *,
     add_to: Tensor | None = None,
     out: Tensor | None = None,
-    tiles: PrefillTiles | None = None,
+    tiles: tuple[int, TilePair] | None = None,
     in_fp8: Fp8Rows | None = None,
     adapters: ExpertChanges | None = None,
 ) -> Tensor:
@@ -142,16 +102,16 @@ def moe_prefill(
     else:
         if tiles is None and layer.is_int4:
             tiles = tiles_of_groups(layer.group, num_pairs, layer.num_experts)
-        tiles = tiles or tiles_for(fc1.element_size(), num_pairs, layer.num_experts)
-        grouping = group_by_expert(experts, layer.num_experts, tiles.rows)
+        rows, pair = tiles or tiles_for(fc1.element_size(), num_pairs, layer.num_experts)
+        grouping = group_by_expert(experts, layer.num_experts, rows)
         product_type = layer.product_type(u.dtype)
         product = torch.empty((num_pairs, layer.inner), dtype=product_type, device=u.device)
         change = None if adapters is None else adapters.of_fc1(u, experts)
         x = u.to(product_type)
-        _launch(True, tiles.up, grouping, x, fc1, fc1_scale, product, k, change)
+        _launch(True, pair.up, grouping, x, fc1, fc1_scale, product, k, change)
         if adapters is not None:
             change = adapters.of_fc2(product, experts, order=grouping.order)
-        _launch(False, tiles.down, grouping, product, fc2, fc2_scale, outputs, k, change)
+        _launch(False, pair.down, grouping, product, fc2, fc2_scale, outputs, k, change)
     block = min(triton.next_power_of_2(dim), 2048)
     _sum_kernel[(num_tokens, triton.cdiv(dim, block))](
         outputs,
@@ -170,7 +130,7 @@ def moe_prefill(
 
 def _launch(
     up: bool,
-    tile: PrefillTile,
+    tile: Tile,
     grouping: Grouping,
     inputs: Tensor,
     weight: Tensor,

@@ -8,7 +8,7 @@ times 2^-6 and clamped. In this way, values up to 4 million keep 11 bits, and su
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,23 @@ _TRITON_TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
 }
 FIRST_CAPABILITY_WITH_FP8 = (8, 9)
+
+
+class Tile(NamedTuple):
+    """The outputs of a program (for up, of h and of g each), the inputs of a step, warps and stages. ``swap``: weights
+    are the first operand of `dot_tile`. ``tma``: load weights with the tensor memory accelerator."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    swap: bool = False
+    tma: bool = False
+
+
+class TilePair(NamedTuple):
+    up: Tile
+    down: Tile
 
 
 @dataclass(frozen=True, slots=True)

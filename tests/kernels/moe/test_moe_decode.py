@@ -62,9 +62,9 @@ def test_inputs_in_float16_beside_other_weights(num_tokens, fp8):
 @pytest.mark.parametrize(
     "tile",
     [
-        moe_decode.DecodeTile(16, 32, 4, 2, swap=True),
-        moe_decode.DecodeTile(16, 64, 4, 3, swap=False),
-        moe_decode.DecodeTile(64, 128, 4, 3, swap=True),
+        moe_decode.Tile(16, 32, 4, 2, swap=True),
+        moe_decode.Tile(16, 64, 4, 3, swap=False),
+        moe_decode.Tile(64, 128, 4, 3, swap=True),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 17])
@@ -72,7 +72,7 @@ def test_any_tile_gives_the_same(num_tokens, tile):
     """Inner and dim are multiples of no tile."""
     layer = Layer(num_experts=4, k=2, dim=72, inner=40)
     u = torch.randn(num_tokens, 72, device=DEVICE)
-    out = decode(layer, u, tiles=moe_decode.DecodeTiles(tile, tile))
+    out = decode(layer, u, tiles=moe_decode.TilePair(tile, tile))
     torch.testing.assert_close(out, layer.expected(u), atol=2e-5, rtol=1e-5)
 
 

@@ -50,8 +50,8 @@ def test_any_tile_gives_the_same(swap, tma):
     """Inner and dim are multiples of no tile."""
     layer = Layer(num_experts=4, k=2, dim=72, inner=40)
     u = torch.randn(20, 72, device=DEVICE)
-    tile = moe_prefill.PrefillTile(32, 32, 4, 2, swap, tma)
-    out = prefill(layer, u, tiles=moe_prefill.PrefillTiles(16, tile, tile))
+    tile = moe_prefill.Tile(32, 32, 4, 2, swap, tma)
+    out = prefill(layer, u, tiles=(16, moe_prefill.TilePair(tile, tile)))
     torch.testing.assert_close(out, layer.expected(u), atol=2e-5, rtol=1e-5)
 
 
