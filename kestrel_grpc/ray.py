@@ -28,6 +28,6 @@ def app(args: dict[str, Any]) -> serve.Application:
     parser = Parser(prog="serve run")
     add_flags(parser, os.environ)
     add_settings(parser, ClusterConfig, environ=os.environ)
-    given = [CONFIG_FLAG, str(args["config"])] if args.get("config") else []
-    parsed = parser.parse_args(given)
+    arguments = [CONFIG_FLAG, str(args["config"])] if args.get("config") else []
+    parsed = parser.parse_args(arguments)
     return application(cluster_plan(parsed, configuration(parsed), parser.sources.settings))

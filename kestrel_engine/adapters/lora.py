@@ -93,10 +93,10 @@ class LoRA:
 
         shapes = _shapes(text, self.config)
         for name in {**shapes, **self.tensors}:
-            given = tuple(self.tensors[name].shape) if name in self.tensors else "missing"
+            shape = tuple(self.tensors[name].shape) if name in self.tensors else "missing"
             expected = shapes.get(name, "none")
-            if given != expected:
-                raise ConfigError("lora", f"{name} {given}", f"the model needs {expected}")
+            if shape != expected:
+                raise ConfigError("lora", f"{name} {shape}", f"the model needs {expected}")
             if not torch.isfinite(self.tensors[name]).all():
                 raise ConfigError("lora", name, "holds values that are not finite")
         sides = {

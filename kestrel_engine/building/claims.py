@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """``holds``: bytes of weights, KV cache and what else stays. ``owed``: returns the bytes that the model may still
-    take. It holds no runtime, so that a claim ends when the runtime is freed."""
+    """``holds``: bytes of weights, KV cache and what else stays. ``growth``: returns the bytes that the model may
+    still take. It holds no runtime, so that a claim ends when the runtime is freed."""
 
     model: str
     device: str
     holds: int
-    owed: Callable[[], int]
+    growth: Callable[[], int]
 
 
 class Claims:
@@ -60,14 +60,14 @@ class Claims:
         free = memory.device_available(device)
         if free is None:
             return None
-        return max(0, free - sum(claim.owed() for claim in self.of(device)))
+        return max(0, free - sum(claim.growth() for claim in self.of(device)))
 
     def described(self, device: torch.device) -> str:
         """What other models hold, as the end of a message; empty if there are none."""
         parts = []
         for claim in self.of(device):
-            owed = claim.owed()
-            more = f" and may take {size_text(owed)} more" if owed else ""
+            growth = claim.growth()
+            more = f" and may take {size_text(growth)} more" if growth else ""
             parts.append(f"{claim.model} holds {size_text(claim.holds)}{more}")
         return f"; on {_name(device)}, {', '.join(parts)}" if parts else ""
 
@@ -86,9 +86,9 @@ def _name(device: torch.device) -> str:
     return str(device)
 
 
-def claim_of(model: str, device: torch.device, holds: int, owed: Callable[[], int]) -> Claim:
+def claim_of(model: str, device: torch.device, holds: int, growth: Callable[[], int]) -> Claim:
     """Returns a claim on ``device``."""
-    return Claim(model, _name(device), holds, owed)
+    return Claim(model, _name(device), holds, growth)
 
 
 CLAIMS = Claims()

@@ -87,15 +87,15 @@ def kv_scales_of(
     from ..checkpoint.weights import kv_scales
     from ..runtime.gpu.device import capabilities
 
-    asked, layers = config.kv_cache_dtype, opened.config.text.n_layers
-    if asked == "auto":
+    choice, layers = config.kv_cache_dtype, opened.config.text.n_layers
+    if choice == "auto":
         # A caller who sets float32 wants exact numbers.
         fits = kernels and dtype != torch.float32 and config.attention != "flashinfer"
         if not fits or (device.type == "cuda" and not capabilities(device).fp8):
             return None
         if not kv_scales.is_complete(opened.plan, layers):
             return None
-    return None if asked == "model" else kv_scales.read(opened.plan, opened.files, layers)
+    return None if choice == "model" else kv_scales.read(opened.plan, opened.files, layers)
 
 
 def check_fp8_gemms(
@@ -106,25 +106,25 @@ def check_fp8_gemms(
 
     from ..runtime.gpu.device import capabilities
 
-    asked = config.fp8_gemms
-    if asked == "off":
+    choice = config.fp8_gemms
+    if choice == "off":
         return
     if not kernels:
         raise ConfigError(
-            "fp8_gemms", asked, "needs CUDA and Triton, without --no-compile; else off"
+            "fp8_gemms", choice, "needs CUDA and Triton, without --no-compile; else off"
         )
     if device.type != "cuda":
         return
     if not (found := capabilities(device)).fp8:
         raise ConfigError(
-            "fp8_gemms", asked, f"needs a card of compute capability 8.9; {found.name} is older"
+            "fp8_gemms", choice, f"needs a card of compute capability 8.9; {found.name} is older"
         )
     if dtype == torch.float32:
-        raise ConfigError("fp8_gemms", asked, "needs dtype bfloat16 or float16")
+        raise ConfigError("fp8_gemms", choice, "needs dtype bfloat16 or float16")
     from ..runtime.gpu.gemm import fp8_refused
 
     if (reason := fp8_refused(device, dtype)) is not None:
-        raise ConfigError("fp8_gemms", asked, f"torch can't on {found.name}: {reason}")
+        raise ConfigError("fp8_gemms", choice, f"torch can't on {found.name}: {reason}")
 
 
 def check_device(config: RuntimeConfig) -> None:

@@ -14,12 +14,12 @@ from ..types.calibration import FILE_NAME, UNCALIBRATED, Calibration, from_text
 _MOST_DESCRIPTION = 1 << 20
 
 
-def read_calibration(asked: str | Path, weights: Sequence[Path], fingerprint: str) -> Calibration:
-    """The calibration that the setting ``asked`` names, for ``weights`` with this fingerprint. Raises ConfigError."""
-    path = Path(asked).expanduser()
-    if asked == "off":
+def read_calibration(choice: str | Path, weights: Sequence[Path], fingerprint: str) -> Calibration:
+    """The calibration that the setting ``choice`` names, for ``weights`` with this fingerprint. Raises ConfigError."""
+    path = Path(choice).expanduser()
+    if choice == "off":
         return UNCALIBRATED
-    if asked == "auto":
+    if choice == "auto":
         if not weights:
             return UNCALIBRATED
         path = weights[0].parent / FILE_NAME

@@ -31,10 +31,10 @@ def runtime_of(
     pool = runtime.limits.num_pages * plan.page_bytes
     holds = weights + staying + pool - untouched()
 
-    def owed() -> int:
+    def growth() -> int:
         return passing + untouched()
 
-    CLAIMS.add(runtime, claim_of(name, plan.device, holds, owed))
+    CLAIMS.add(runtime, claim_of(name, plan.device, holds, growth))
     return runtime, capture_s
 
 

@@ -25,24 +25,24 @@ def find_refiner(
     ``files``: the model's weights. Raises ConfigError for a refiner that doesn't exist or a model that can't segment,
     and DownloadError.
     """
-    asked = str(runtime.refiner)
+    choice = str(runtime.refiner)
     can_segment = "segment" in model.skills
-    if asked == "off":
+    if choice == "off":
         return None
-    if asked == "auto":
+    if choice == "auto":
         beside = files[0].parent / NAME if files else None
         return beside if can_segment and beside is not None and beside.is_file() else None
     if not can_segment:
-        raise ConfigError("refiner", asked, f"is for models that segment, unlike {model.family}")
-    if asked == RELEASED.repo:
+        raise ConfigError("refiner", choice, f"is for models that segment, unlike {model.family}")
+    if choice == RELEASED.repo:
         return hub.fetch(RELEASED)
-    path = Path(asked).expanduser()
+    path = Path(choice).expanduser()
     if path.is_dir():
         path = path / NAME
     if not path.is_file():
         raise ConfigError(
             "refiner",
-            asked,
+            choice,
             f"must be auto, off, {RELEASED.repo} or the path of a file that exists",
         )
     return path

@@ -50,14 +50,14 @@ def find_tokenizer(source: ModelSource, beside: Path | None, config: ModelConfig
     )
 
 
-def stand_in_tokenizer(given: str | Path | None, config_file: Path | None) -> Path:
+def stand_in_tokenizer(path: str | Path | None, config_file: Path | None) -> Path:
     """Returns the tokenizer.json for generated weights: the given one, the one beside config.json, or the bundled one.
 
     The bundled tokenizer has few of the ids of a released vocabulary. The other ids decode to an empty text. Raises
     ConfigError.
     """
-    if given is not None:
-        return tokenizer_file(given)
+    if path is not None:
+        return tokenizer_file(path)
     if config_file is not None and (beside := config_file.parent / NAME).is_file():
         return beside
     return BUNDLED / "kestrel_tiny" / NAME

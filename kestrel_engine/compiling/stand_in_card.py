@@ -175,8 +175,8 @@ def _part(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     keys = list(index) if isinstance(index, tuple) else [index]
     if any(key is Ellipsis for key in keys):
         place = next(i for i, key in enumerate(keys) if key is Ellipsis)
-        given = sum(key is not None and key is not Ellipsis for key in keys)
-        keys[place : place + 1] = [slice(None)] * (tensor.dim() - given)
+        count = sum(key is not None and key is not Ellipsis for key in keys)
+        keys[place : place + 1] = [slice(None)] * (tensor.dim() - count)
     indices: list[torch.Tensor | None] = []
     for key in keys:
         dim = len(indices)

@@ -75,14 +75,14 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
 
     def sizes(self, *, cuda: bool) -> Sizes:
         """Returns the fields that may be None, with the defaults of the device. Read these fields only here."""
-        given = {f.name: getattr(self, f.name) for f in fields(Sizes)}
-        chosen = {name: value for name, value in given.items() if value is not None}
+        values = {f.name: getattr(self, f.name) for f in fields(Sizes)}
+        chosen = {name: value for name, value in values.items() if value is not None}
         return replace(default_sizes(cuda=cuda, itl_target_ms=self.itl_target_ms), **chosen)
 
     def _take(self, paths: ModelPaths) -> None:
         """Sets ``model_path`` and ``tokenizer_path``. Raises ConfigError if one is given twice."""
-        given = {"model_path": paths.weights, "tokenizer_path": paths.tokenizer}
-        for name, value in given.items():
+        paths_by_name = {"model_path": paths.weights, "tokenizer_path": paths.tokenizer}
+        for name, value in paths_by_name.items():
             if value is None:
                 continue
             if getattr(self, name) is not None:

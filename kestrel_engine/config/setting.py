@@ -110,18 +110,18 @@ def _made(field: dataclasses.Field[Any]) -> Setting:
     for suffix, of in (("_bytes", "bytes"), ("_s", "seconds")):
         if field.name.endswith(suffix) and kind != "text":
             kind = of
-    given = field.metadata[_METADATA_KEY]
+    metadata = field.metadata[_METADATA_KEY]
     options: dict[str, Any] = {
         "kind": kind,
         "flag": _flag(field),
-        "metavar": _METAVARS.get(given.get("kind", kind)),
+        "metavar": _METAVARS.get(metadata.get("kind", kind)),
         "repeated": name.startswith("tuple"),
         "bare": "on" if kind == "bool" else None,
         "zero_is_none": kind != "text" and name != str(field.type) and field.default is not None,
     }
     if kind == "seconds":
-        options |= {"high": _MOST_SECONDS} | ({} if "above" in given else {"low": 0})
-    return Setting(**options | given)
+        options |= {"high": _MOST_SECONDS} | ({} if "above" in metadata else {"low": 0})
+    return Setting(**options | metadata)
 
 
 def default_of(config: Any, field: str) -> Any:

@@ -198,8 +198,8 @@ def _restrict_calls(reports: bool) -> tuple[bool, int]:
 
 def _call(name: str, *arguments: int | bytes | None) -> int:
     """Calls a function of the C library. Raises OSError."""
-    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    found: int = _libc[name](*given)
+    values = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    found: int = _libc[name](*values)
     if found < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -139,7 +139,7 @@ def summed_stream(x, parts, added, row, cols, mask, x_stride, SPLITS: tl.constex
 
 @triton.jit
 def _add_layer_norm_kernel(
-    x, parts, owed, weight, bias, stream, out, x_stride, stream_stride, out_stride, dim, eps,
+    x, parts, output_bias, weight, bias, stream, out, x_stride, stream_stride, out_stride, dim, eps,
     SPLITS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -151,8 +151,8 @@ def _add_layer_norm_kernel(
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
-    if owed is not None:
-        added = tl.load(owed + cols, mask=mask, other=0.0)
+    if output_bias is not None:
+        added = tl.load(output_bias + cols, mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     stored = summed_stream(x, parts, added, row, cols, mask, x_stride, SPLITS)

@@ -112,7 +112,7 @@ def _sha256(path: str) -> str:
 
 
 def _source(
-    picture: Picture | None, given: Mapping[str, str], unnamed: Sequence[str]
+    picture: Picture | None, paths: Mapping[str, str], unnamed: Sequence[str]
 ) -> str | np.ndarray | None:
     """The picture, as the engine takes it; None if there is no picture or the user must give it."""
     if picture is None:
@@ -122,7 +122,7 @@ def _source(
     if picture.path is not None:
         return str(picture.path)
     if picture.sha256 is not None:
-        return given.get(picture.sha256)
+        return paths.get(picture.sha256)
     return unnamed[0] if unnamed else None
 
 

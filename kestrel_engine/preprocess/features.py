@@ -69,12 +69,12 @@ def features_of(source: Any) -> ImageFeatures | None:
 
 
 def prepared_features(
-    given: ImageFeatures, vision: VisionConfig, limits: ImageLimits, namespace: str
+    features: ImageFeatures, vision: VisionConfig, limits: ImageLimits, namespace: str
 ) -> PreparedImage:
     """Checks features, which are not copied. Blocks for milliseconds. Raises InvalidRequest, ImageTooLargeError."""
     for name, value, needed in (
-        ("rows", given.rows, vision.grid**2),
-        ("dimensions", given.dimensions, vision.proj_out_dim),
+        ("rows", features.rows, vision.grid**2),
+        ("dimensions", features.dimensions, vision.proj_out_dim),
     ):
         if value != needed:
             raise InvalidRequest(
@@ -83,30 +83,30 @@ def prepared_features(
                 value=value,
                 limit=needed,
             )
-    for name, value in (("width", given.width), ("height", given.height)):
+    for name, value in (("width", features.width), ("height", features.height)):
         if value < 1:
             raise InvalidRequest((*FEATURES, name), f"is {value}; must be at least 1")
-    check_size(given.width, given.height, limits, PIXELS)
-    count = given.rows * given.dimensions
-    dtype = _DTYPES.get(len(given.data) // count if len(given.data) % count == 0 else 0)
+    check_size(features.width, features.height, limits, PIXELS)
+    count = features.rows * features.dimensions
+    dtype = _DTYPES.get(len(features.data) // count if len(features.data) % count == 0 else 0)
     if dtype is None:
         raise InvalidRequest(
             (*FEATURES, "data"),
-            f"has {len(given.data)} bytes; {given.rows} x {given.dimensions} numbers are {2 * count} in float16 "
-            f"or {4 * count} in float32",
+            f"has {len(features.data)} bytes; {features.rows} x {features.dimensions} numbers are {2 * count} in "
+            f"float16 or {4 * count} in float32",
         )
-    vectors = np.frombuffer(given.data, dtype).reshape(given.rows, given.dimensions)
+    vectors = np.frombuffer(features.data, dtype).reshape(features.rows, features.dimensions)
     _check_numbers(vectors)
-    digest = hashlib.sha256(repr(("features", dtype.str, given.adapter)).encode())
-    digest.update(given.data)
+    digest = hashlib.sha256(repr(("features", dtype.str, features.adapter)).encode())
+    digest.update(features.data)
     image = PreparedImage(
         key=digest.hexdigest()[:KEY_LENGTH],
         crops=None,
         tiling=(1, 1),
-        width=given.width,
-        height=given.height,
+        width=features.width,
+        height=features.height,
         features=vectors,
-        made_with=given.adapter,
+        made_with=features.adapter,
     )
     return in_namespace(image, namespace)
 

@@ -105,8 +105,8 @@ class ImagePreparation:
             measuring, place, request.deadline_at, "before the image's header was read"
         )
 
-    def _features(self, given: ImageFeatures, namespace: str) -> PreparedImage:
-        return prepared_features(given, self._vision, self._limits, namespace)
+    def _features(self, features: ImageFeatures, namespace: str) -> PreparedImage:
+        return prepared_features(features, self._vision, self._limits, namespace)
 
     def flush(self) -> None:
         """Drops prepared images that no request uses."""

@@ -80,19 +80,19 @@ def request_of(
 ) -> Request:
     """A request as `InferenceEngine.submit` takes it. ``options``: those of `RequestOptions`. Raises InvalidRequest."""
     images = tuple(image) if isinstance(image, (list, tuple)) else (image,)
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    timeout_s = given.pop("timeout_s", None)
+    chosen: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    timeout_s = chosen.pop("timeout_s", None)
     settings = settings or {}
     if isinstance(settings, Mapping) and "adapter" in settings:
         settings = dict(settings)
-        given = {"adapter": settings.pop("adapter"), **given}
+        chosen = {"adapter": settings.pop("adapter"), **chosen}
     return Request(
         skill=skill,
         images=() if image is None else images,
         arguments=arguments or {},
         settings=settings,
         deadline_at=deadline_after(timeout_s, clock.now()),
-        **given,
+        **chosen,
     )
 
 

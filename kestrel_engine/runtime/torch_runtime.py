@@ -212,13 +212,13 @@ class TorchRuntime:
         by_adapter: dict[int, list[EncodeSlice]] = {}
         for piece in pieces:
             if piece.image.features is not None:
-                self.images[piece.image.key] = self._given(piece.image.features)
+                self.images[piece.image.key] = self._of_features(piece.image.features)
                 continue
             by_adapter.setdefault(id(piece.image.adapter), []).append(piece)
         for together in by_adapter.values():
             self._encode_together(together)
 
-    def _given(self, features: np.ndarray) -> Tensor:
+    def _of_features(self, features: np.ndarray) -> Tensor:
         """The embedding that a caller sent, as the tower would have made it."""
         weight = self.model.text.wte
         return torch.from_numpy(features.copy()).to(weight.device, weight.dtype)

@@ -88,27 +88,27 @@ class EmbedSkill:
     ) -> EmbedRequest:
         reject_unknown(arguments, _DEFAULTS.keys())
         reject_unknown(settings, frozenset())
-        given = _DEFAULTS | {n: value for n, value in arguments.items() if value is not None}
+        chosen = _DEFAULTS | {n: value for n, value in arguments.items() if value is not None}
         for name in ("whole_image", "crops"):
-            if not isinstance(given[name], bool):
-                raise InvalidRequest(name, f"{given[name]!r} is not true or false")
+            if not isinstance(chosen[name], bool):
+                raise InvalidRequest(name, f"{chosen[name]!r} is not true or false")
         for name, values in (("pooling", POOLINGS), ("dtype", DTYPES)):
-            if given[name] not in values:
-                raise InvalidRequest(name, f"{given[name]!r} is not one of {', '.join(values)}")
-        if not (given["whole_image"] or given["crops"]):
+            if chosen[name] not in values:
+                raise InvalidRequest(name, f"{chosen[name]!r} is not one of {', '.join(values)}")
+        if not (chosen["whole_image"] or chosen["crops"]):
             raise InvalidRequest("crops", "must be true if whole_image is false")
         return EmbedRequest(
             skill=self.name,
             prompt_suffix=(),
             sampling=SamplingParams(),
             max_tokens=1,
-            max_bytes=given["max_bytes"],
-            one_by_one=bool(given["one_by_one"]),
+            max_bytes=chosen["max_bytes"],
+            one_by_one=bool(chosen["one_by_one"]),
             spec=EmbeddingSpec(
-                image=given["whole_image"],
-                crops=given["crops"],
-                patches=given["pooling"] == "none",
-                half=given["dtype"] == "float16",
+                image=chosen["whole_image"],
+                crops=chosen["crops"],
+                patches=chosen["pooling"] == "none",
+                half=chosen["dtype"] == "float16",
             ),
         )
 

@@ -62,32 +62,32 @@ def read_settings(
             raise InvalidRequest(
                 str(key), f"is not a setting of this skill; known: {', '.join(sorted(known))}"
             )
-    given = {k: v for k, v in settings.items() if v is not None}
-    logprobs = given.get("logprobs", False)
+    values = {k: v for k, v in settings.items() if v is not None}
+    logprobs = values.get("logprobs", False)
     if not isinstance(logprobs, bool):
         raise InvalidRequest("logprobs", f"{logprobs!r} is not true or false")
-    top = given.get("top_logprobs", 0)
+    top = values.get("top_logprobs", 0)
     if not isinstance(top, int) or isinstance(top, bool) or not 0 <= top <= MAX_TOP:
         raise InvalidRequest("top_logprobs", f"{top!r} is not a whole number from 0 to {MAX_TOP}")
     if top and not logprobs:
         raise InvalidRequest("top_logprobs", f"is {top} without logprobs; set logprobs to true")
-    sampling = {name: given[name] for name in SAMPLING_SETTINGS if name in given}
+    sampling = {name: values[name] for name in SAMPLING_SETTINGS if name in values}
     if not greedy:
         sampling = {"temperature": defaults.temperature, "top_p": defaults.top_p, **sampling}
     if "seed" not in sampling:
         sampling["seed"] = defaults.draw_seed()
     return Settings(
         sampling=SamplingParams(**sampling),
-        max_tokens=_positive("max_tokens", given.get("max_tokens")),
-        max_reasoning_tokens=_positive("max_reasoning_tokens", given.get("max_reasoning_tokens")),
-        max_objects=_positive("max_objects", given.get("max_objects")),
-        min_score=_share("min_score", given.get("min_score", defaults.min_score)),
-        max_overlap=_inner_share("max_overlap", given.get("max_overlap")),
-        max_absence=_share("max_absence", given.get("max_absence", defaults.max_absence)),
-        stop=read_stop_strings(given.get("stop")),
+        max_tokens=_positive("max_tokens", values.get("max_tokens")),
+        max_reasoning_tokens=_positive("max_reasoning_tokens", values.get("max_reasoning_tokens")),
+        max_objects=_positive("max_objects", values.get("max_objects")),
+        min_score=_share("min_score", values.get("min_score", defaults.min_score)),
+        max_overlap=_inner_share("max_overlap", values.get("max_overlap")),
+        max_absence=_share("max_absence", values.get("max_absence", defaults.max_absence)),
+        stop=read_stop_strings(values.get("stop")),
         logprobs=logprobs,
         top_logprobs=top,
-        constraint=read_constraint(given.get("constraint")),
+        constraint=read_constraint(values.get("constraint")),
     )
 
 

@@ -64,17 +64,17 @@ async def judge(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Score]:
     """Returns the score of each kind of example. Raises as `ask`."""
-    asked = [(image.path, example) for image in images for example in image.examples]
-    results = await ask(engine, asked, adapter, progress)
+    questions = [(image.path, example) for image in images for example in image.examples]
+    results = await ask(engine, questions, adapter, progress)
     scores: dict[str, Score] = {}
-    for (_, example), result in zip(asked, results, strict=True):
+    for (_, example), result in zip(questions, results, strict=True):
         scores.setdefault(KINDS[type(example)], Score()).add(score(example, result.output))
     return scores
 
 
 async def ask(
     engine: InferenceEngine,
-    asked: Sequence[tuple[Path, Example]],
+    questions: Sequence[tuple[Path, Example]],
     adapter: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[EngineResult]:
@@ -96,10 +96,10 @@ async def ask(
                 raise ConfigError("data", path.name, str(error)) from error
         done += 1
         if progress is not None:
-            progress(done, len(asked), "answers")
+            progress(done, len(questions), "answers")
         return result
 
-    return list(await asyncio.gather(*(one(path, example) for path, example in asked)))
+    return list(await asyncio.gather(*(one(path, example) for path, example in questions)))
 
 
 async def _call(

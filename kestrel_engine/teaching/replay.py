@@ -86,21 +86,21 @@ async def replay(
         short = await ask(engine, [(image.path, Captioned("short", ())) for image in some])
         own = [phrases_of(str(result.output["caption"])) for result in short]
         seen |= dict.fromkeys(phrase for phrases in own for phrase in phrases)
-        asked = [
+        questions = [
             (image, prompt)
             for index, (image, phrases) in enumerate(zip(some, own, strict=True))
             for prompt in _prompts(
                 rng, phrases, list(seen), begin + index, described.get(image.path)
             )
         ]
-        results = await ask(engine, [(image.path, prompt.example) for image, prompt in asked])
+        results = await ask(engine, [(image.path, prompt.example) for image, prompt in questions])
         answers: dict[Path, list[tuple[ReplayPrompt, EngineResult]]] = {
             image.path: [] for image in some
         }
         for image, result in zip(some, short, strict=True):
             if image.path in described:
                 answers[image.path].append((ReplayPrompt(Captioned("short", ())), result))
-        for (image, prompt), result in zip(asked, results, strict=True):
+        for (image, prompt), result in zip(questions, results, strict=True):
             answers[image.path].append((prompt, result))
         found += [TaughtImage(image.path, _kept(answers[image.path], image)) for image in some]
         if progress is not None:

@@ -151,8 +151,8 @@ def _variables(environ: Mapping[str, str], task: ServerTask, name: str) -> dict[
     if task.needs_token and _KEY not in kept:
         kept[_KEY] = secrets.token_urlsafe(32)  # For this process, to read the load.
     own = f"service.instance.id={name}"
-    given = environ.get(_RESOURCE)
-    return {**kept, _RESOURCE: f"{given},{own}" if given else own}
+    before = environ.get(_RESOURCE)
+    return {**kept, _RESOURCE: f"{before},{own}" if before else own}
 
 
 def _how(status: int) -> str:

@@ -42,15 +42,15 @@ class FrontCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         metadata = tuple(handler_call_details.invocation_metadata or ())
         if method == _CHECK and not any(key == PEER_HEADER for key, _ in metadata):
             return self._own_check
-        given = tuple(pair for pair in metadata if not is_of_front(pair[0]))
+        own = tuple(pair for pair in metadata if not is_of_front(pair[0]))
         details: Any = type(handler_call_details)  # gRPC takes only this type.
-        handler = await continuation(details(method, given))
+        handler = await continuation(details(method, own))
         streams = handler.response_streaming
         behaviour: Any = handler.stream_stream if streams else handler.stream_unary
         assert behaviour is not None, "all methods are registered like this"
 
         async def handle(messages: Any, context: Any) -> Any:
-            forwarded = ForwardedContext(context, given)
+            forwarded = ForwardedContext(context, own)
             if streams:
                 watched = _WatchContext(forwarded) if method == _WATCH else forwarded
                 return await behaviour(messages, watched)

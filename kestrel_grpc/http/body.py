@@ -76,8 +76,8 @@ class Bodies:
 def _check_type(types: Collection[bytes], headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raises UnsupportedBody. A browser sends text, forms and bodies without a type to another origin without asking
     the server. It asks before it sends any other type."""
-    given = content_type(headers)
-    if given not in types or (not given and b"origin" in dict(headers)):
+    form = content_type(headers)
+    if form not in types or (not form and b"origin" in dict(headers)):
         named = " or ".join(each.decode() for each in types if each)
         raise UnsupportedBody(f"the request needs the header content-type: {named}", types)
 

@@ -105,8 +105,8 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             return int(value)  # JSON has one kind of number: 5.0 is 5.
         if isinstance(value, bool) or not isinstance(value, int):
-            given = value if isinstance(value, float) else _kind_of(value)
-            raise InvalidRequest(self.at(key), f"must be a whole number, got {given}")
+            what = value if isinstance(value, float) else _kind_of(value)
+            raise InvalidRequest(self.at(key), f"must be a whole number, got {what}")
         return value
 
     def image(self, text: str, *inner: str | int) -> bytes:

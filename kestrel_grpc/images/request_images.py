@@ -72,13 +72,13 @@ class RequestImage:
     """The store's entry for ``image_id``, once it is found; ``source`` is the entry's then."""
 
     @property
-    def given(self) -> Any:
+    def for_engine(self) -> Any:
         """The image in the form that the engine takes."""
         return self._seen(self._whole, self.region)
 
     @property
     def mirrored(self) -> Any:
-        """As ``given``, with left and right exchanged."""
+        """As ``for_engine``, with left and right exchanged."""
         region = self.region
         if region is not None:
             x_min, y_min, x_max, y_max = region
@@ -156,13 +156,13 @@ def _read(image: common_pb2.Image, path: FieldPath) -> RequestImage:
     return RequestImage(path, source, image_id, background, region, image.max_crops)
 
 
-def _features(given: common_pb2.ImageFeatures) -> ImageFeatures:
-    adapter = given.adapter
-    if given.HasField("adapter"):
+def _features(message: common_pb2.ImageFeatures) -> ImageFeatures:
+    adapter = message.adapter
+    if message.HasField("adapter"):
         with inside("image", "features"):
             adapter = checked_adapter_name(adapter)
     return ImageFeatures(
-        given.data, given.rows, given.dimensions, given.width, given.height, adapter
+        message.data, message.rows, message.dimensions, message.width, message.height, adapter
     )
 
 

@@ -228,8 +228,8 @@ def _apply_parameters(request: pb.ModelInferRequest, call: Call) -> None:
         if name in parameters:
             raise InvalidRequest(("parameters", name), "the model has no sequences")
     if "timeout" in parameters:
-        given = parameters["timeout"]
-        timeout_us = given.int64_param or given.uint64_param
+        timeout = parameters["timeout"]
+        timeout_us = timeout.int64_param or timeout.uint64_param
         if timeout_us < 1:
             raise InvalidRequest(
                 ("parameters", "timeout"), "must be at least 1 microsecond, as int64"

@@ -118,20 +118,22 @@ def tensors(request: pb.ModelInferRequest) -> dict[str, Tensor]:
             f"has {len(raws)} elements for {len(request.inputs)} inputs; each input needs one, in their order",
         )
     found: dict[str, Tensor] = {}
-    for index, given in enumerate(request.inputs):
-        name = given.name
+    for index, tensor in enumerate(request.inputs):
+        name = tensor.name
         if name in found:
             raise InvalidRequest(name, "is given twice")
-        if _SHARED_MEMORY in given.parameters:
+        if _SHARED_MEMORY in tensor.parameters:
             raise InvalidRequest(name, "this server shares no memory; send the tensor's bytes")
-        if raws and given.HasField("contents"):
+        if raws and tensor.HasField("contents"):
             raise InvalidRequest(name, "has contents beside raw_input_contents; send only one")
-        content = raws[index] if raws else _typed(given)
+        content = raws[index] if raws else _typed(tensor)
         form = (
-            given.parameters[CONTENT_TYPE].string_param if CONTENT_TYPE in given.parameters else ""
+            tensor.parameters[CONTENT_TYPE].string_param
+            if CONTENT_TYPE in tensor.parameters
+            else ""
         )
-        shape = _shape(given.shape, name)
-        found[name] = Tensor(name, given.datatype, shape, content, form == "base64")
+        shape = _shape(tensor.shape, name)
+        found[name] = Tensor(name, tensor.datatype, shape, content, form == "base64")
     return found
 
 
@@ -148,9 +150,9 @@ def _shape(shape: Sequence[int], name: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _typed(given: pb.ModelInferRequest.InferInputTensor) -> Sequence[Any]:
-    field = _CONTENTS.get(given.datatype)
+def _typed(tensor: pb.ModelInferRequest.InferInputTensor) -> Sequence[Any]:
+    field = _CONTENTS.get(tensor.datatype)
     if field is None:
-        raise InvalidRequest(given.name, f"{given.datatype!r} must be in raw_input_contents")
-    content: Sequence[Any] = getattr(given.contents, field)
+        raise InvalidRequest(tensor.name, f"{tensor.datatype!r} must be in raw_input_contents")
+    content: Sequence[Any] = getattr(tensor.contents, field)
     return content

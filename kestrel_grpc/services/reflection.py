@@ -109,8 +109,8 @@ class Reflection:
                 continue
         if kind is None:
             return _error(grpc.StatusCode.INVALID_ARGUMENT, "the request sets no message_request")
-        asked = str(getattr(request, kind)).strip()
-        return _error(grpc.StatusCode.NOT_FOUND, f"{kind} not found: {asked}")
+        name = str(getattr(request, kind)).strip()
+        return _error(grpc.StatusCode.NOT_FOUND, f"{kind} not found: {name}")
 
     def _files(self, file: FileDescriptor) -> pb.ServerReflectionResponse:
         """The file, then the files that it imports directly or indirectly."""

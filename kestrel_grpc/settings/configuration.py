@@ -108,12 +108,12 @@ def print_configuration(
 
 def given_settings(settings: Sequence[FlagSetting], args: argparse.Namespace) -> str:
     """TOML of those ``settings`` that are not defaults. It gives the same configuration on another machine."""
-    given = [
+    chosen = [
         each
         for each in settings
         if getattr(args, each.dest) is not None and args.sources[each.dest].kind != "default"
     ]
-    return "".join(_sections(given, lambda each: _line(each, getattr(args, each.dest))))
+    return "".join(_sections(chosen, lambda each: _line(each, getattr(args, each.dest))))
 
 
 def _sections(settings: Sequence[FlagSetting], line: Callable[[FlagSetting], str]) -> list[str]:

@@ -65,9 +65,9 @@ def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
     values: dict[str, Any] = {}
     for field, setting in settings_of(config).items():
         dest = dest_of(setting.flag)
-        given = getattr(args, dest, None)
-        if field not in others and (given is not None or setting.zero_is_none):
-            values[field] = field_value(setting, given)
+        value = getattr(args, dest, None)
+        if field not in others and (value is not None or setting.zero_is_none):
+            values[field] = field_value(setting, value)
     try:
         return config(**values, **others)
     except ConfigError as error:
@@ -154,14 +154,14 @@ def matching(pattern: str, limit: str) -> Callable[[str], str]:
     return checked_text
 
 
-def field_value(setting: Setting, given: Any) -> Any:
-    """The field's value for the flag's value ``given``."""
+def field_value(setting: Setting, value: Any) -> Any:
+    """The field's value for the flag's value ``value``."""
     if setting.kind == "bool":
-        return (given == "on") is not setting.negated
+        return (value == "on") is not setting.negated
     if setting.repeated:
-        values = tuple(given or ())
+        values = tuple(value or ())
         return tuple(dict.fromkeys(values)) if setting.distinct else values
-    return None if setting.zero_is_none and not given else given
+    return None if setting.zero_is_none and not value else value
 
 
 def on_or_off(text: str) -> str:

@@ -87,14 +87,14 @@ def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
 
 def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
     """The configurations of all models, the default first. Raises SettingsError, which names the invalid flag."""
-    given: list[str] = args.model if isinstance(args.model, list) else [args.model]
+    names: list[str] = args.model if isinstance(args.model, list) else [args.model]
     where = name_of(args, "--model")
-    if not 1 <= len(given) <= MOST_MODELS:
+    if not 1 <= len(names) <= MOST_MODELS:
         raise SettingsError(
-            f"{where}: {len(given)} models are given; there may be 1 to {MOST_MODELS}"
+            f"{where}: {len(names)} models are given; there may be 1 to {MOST_MODELS}"
         )
     weights = getattr(args, dest_of("--weights"), None)
-    if len(given) > 1 and weights is not None:
+    if len(names) > 1 and weights is not None:
         raise SettingsError(
             f"{name_of(args, '--weights')}={weights}: applies to one model; with several, "
             "write --model NAME,weights=PATH"
@@ -106,7 +106,7 @@ def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
         ),
     }
     configs = []
-    for text in given:
+    for text in names:
         name, *overrides = text.split(",")
         values = _overrides(overrides, f"{where}={text}")
         configs.append(configured(RuntimeConfig, args, model=name, **nested, **values))

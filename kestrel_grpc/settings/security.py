@@ -245,12 +245,12 @@ def _tls(args: argparse.Namespace) -> TlsFiles | None:
         raise SettingsError(
             f"{name} needs --tls-client-ca or --metrics-client-ca, whose certificates it revokes"
         )
-    given = [flag for flag in _TLS_FLAGS if getattr(args, dest_of(flag))]
-    if not given:
+    flags = [flag for flag in _TLS_FLAGS if getattr(args, dest_of(flag))]
+    if not flags:
         return None
     for flag in _TLS_FLAGS[:2]:
-        if flag not in given:
-            named = " and ".join(name_of(args, other) for other in given)
+        if flag not in flags:
+            named = " and ".join(name_of(args, other) for other in flags)
             raise SettingsError(
                 f"{named}: TLS needs both --tls-cert and --tls-key; {flag} is not given"
             )

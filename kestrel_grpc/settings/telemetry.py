@@ -145,8 +145,8 @@ def _installed(name: str) -> bool:
 
 def _named(environ: Mapping[str, str], signal: str) -> list[str]:
     """The exporters that the variable lists."""
-    given = environ.get(f"OTEL_{signal}_EXPORTER", "").lower().split(",")
-    return [name.strip() for name in given if name.strip()]
+    exporters = environ.get(f"OTEL_{signal}_EXPORTER", "").lower().split(",")
+    return [name.strip() for name in exporters if name.strip()]
 
 
 def _exporters(environ: Mapping[str, str], signal: str) -> tuple[Exporter, ...]:

@@ -192,10 +192,10 @@ def of_step(event: StepEvent) -> Attributes:
 def content(call: Call) -> Attributes:
     """The question or the objects of a request, and the answer, as JSON in the form of OpenTelemetry's convention."""
     task = _task(call)
-    asked = getattr(task, "question", "") or ", ".join(getattr(task, "objects", ()))
+    question = getattr(task, "question", "") or ", ".join(getattr(task, "objects", ()))
     attributes: Attributes = {}
-    if asked:
-        attributes["gen_ai.input.messages"] = _messages("user", asked)
+    if question:
+        attributes["gen_ai.input.messages"] = _messages("user", question)
     if call.result is not None and call.result.output:
         output = call.result.output
         text = output.get("answer", output.get("caption"))

@@ -277,8 +277,8 @@ def _named_variables() -> Iterator[None]:
     except (
         Exception
     ) as error:  # The SDK documents neither its exceptions nor which variable caused one.
-        given = sorted(name for name in os.environ if name.startswith("OTEL_"))
+        variables = sorted(name for name in os.environ if name.startswith("OTEL_"))
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(
-            f"OpenTelemetry cannot start: {reason} (variables that are set: {', '.join(given)})"
+            f"OpenTelemetry cannot start: {reason} (variables that are set: {', '.join(variables)})"
         ) from error

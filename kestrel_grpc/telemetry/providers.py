@@ -74,8 +74,8 @@ def meters(config: TelemetryConfig, pull: PullReader | None) -> tuple[MeterProvi
     readers += [
         PushReader(_metric_exporter(each, config.metrics_protocol)) for each in config.metrics
     ]
-    given: list[MetricReader] = [*readers]
-    return MeterProvider(given, resource=resource(), shutdown_on_exit=False), readers
+    every: list[MetricReader] = [*readers]
+    return MeterProvider(every, resource=resource(), shutdown_on_exit=False), readers
 
 
 async def within(timeout_s: float, *steps: Callable[[], object]) -> bool:

@@ -133,13 +133,13 @@ def _worker_runtime(runtime: RuntimeConfig, device: str, threads: int) -> Runtim
 def _worker_environ(index: int, device: str, environ: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in environ.items() if name not in _SUPERVISOR_ONLY}
     # Telemetry treats each worker as an instance. If an attribute is named twice, the last value holds.
-    given = environ.get(_RESOURCE, "")
-    attributes = dict(part.split("=", 1) for part in given.split(",") if "=" in part)
+    attributes_text = environ.get(_RESOURCE, "")
+    attributes = dict(part.split("=", 1) for part in attributes_text.split(",") if "=" in part)
     instance = attributes.get(_INSTANCE, socket.gethostname())
     own = f"{_INSTANCE}={instance}-{index},kestrel.worker={index}"
     return {
         **kept,
-        _RESOURCE: f"{given},{own}" if given else own,
+        _RESOURCE: f"{attributes_text},{own}" if attributes_text else own,
         **environment_for(device, environ),
     }
 

@@ -60,7 +60,7 @@ def main(
         signal.signal(number, signal.SIG_IGN)
     if modules is None:
         modules = (*MODULES, *(CUDA_MODULES if arguments[1] == "cuda" else ()))
-    given = os.environ.get(_ONE_THREAD)
+    before = os.environ.get(_ONE_THREAD)
     os.environ[_ONE_THREAD] = "1"
     from kestrel_engine import processes
 
@@ -68,8 +68,8 @@ def main(
         with contextlib.suppress(ImportError):  # The worker reports what it misses.
             importlib.import_module(name)
     os.environ.pop(_ONE_THREAD)
-    if given is not None:
-        os.environ[_ONE_THREAD] = given
+    if before is not None:
+        os.environ[_ONE_THREAD] = before
     gc.collect()
     gc.freeze()  # The forks share these objects' memory as long as no collection visits them.
     fork = processes.Forks(link).run()

@@ -133,12 +133,12 @@ def _changed(added, whole, row, anchor, slabs, first, count, dim, cols, mask):
     """Returns ``added`` with the change of a layer for its input, row ``row`` of its data."""
     if count > 0:
         at = whole.data + row * whole.stride + cols
-        given = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        before = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         for i in range(count):
             slab = anchor + tl.load(slabs + first + i) * 16
             for part in tl.static_range(0, _RANKS, _FEW):
                 rank = part + tl.arange(0, _FEW)
-                s = _shrunk(_a(slab, whole.a_at, dim, cols, rank, mask), given)
+                s = _shrunk(_a(slab, whole.a_at, dim, cols, rank, mask), before)
                 added += _expanded(_b(slab, whole.b_at, cols, rank, mask), s)
     return added
 
@@ -155,7 +155,7 @@ def _store_shrunk(to, wide, anchor, slabs, first, count, a_at, dim, cols, mask, 
 
 @triton.jit
 def _adapted_layer_norm_kernel(
-    x, parts, owed, weight, bias, out, anchor, slabs, summed, whole0, whole1, up0, up1, x_stride,
+    x, parts, output_bias, weight, bias, out, anchor, slabs, summed, whole0, whole1, up0, up1, x_stride,
     out_stride, dim, eps, SPLITS: tl.constexpr, SUMMED: tl.constexpr, SUMMED_PAD: tl.constexpr,
     HELD: tl.constexpr, WIDTH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -207,8 +207,8 @@ def _adapted_layer_norm_kernel(
     gain = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
-    if owed is not None:
-        added = tl.load(owed + cols, mask=mask, other=0.0)
+    if output_bias is not None:
+        added = tl.load(output_bias + cols, mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     stream = x + row * x_stride + cols
@@ -290,11 +290,11 @@ def adapted_layer_norm(
     anchor, slabs = (changes[0].rows.anchor, changes[0].rows.slabs) if changes else (x, x)
     assert not changes or anchor.dtype == x.dtype
     assert all(each.rows.anchor is anchor and each.rows.slabs is slabs for each in changes)
-    given = [each and _Read.of(each, num_rows) for each in (summed, *_two(whole), *_two(shrunk))]
+    reads = [each and _Read.of(each, num_rows) for each in (summed, *_two(whole), *_two(shrunk))]
     summands, splits = part_arguments(parts)
     num_parts = 0 if summed is None else len(summed.parts)
     _adapted_layer_norm_kernel[(num_rows,)](
-        x, summands, bias, weight, ln_bias, out, anchor, slabs, *given, x.stride(0), out.stride(0),
+        x, summands, bias, weight, ln_bias, out, anchor, slabs, *reads, x.stride(0), out.stride(0),
         dim, EPS, SPLITS=splits, SUMMED=num_parts, SUMMED_PAD=triton.next_power_of_2(max(1, num_parts)),
         HELD=int(not whole and len(shrunk) < 2), WIDTH=RANKS * MOST_SLABS,
         LINE=128 // x.element_size(), PDL=pdl, BLOCK=block, num_warps=min(max(block // 128, 1), 16), **launch,

@@ -66,7 +66,7 @@ def dot_kernel(
     if SCALED:
         scale = tl.load(scales + first + rows_n, mask=keep_n, other=0.0)
     if HAS_BIAS:
-        owed = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
+        added_bias = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
     if TAU_PAD:
         column = tl.arange(0, TAU_PAD)
         of_tau = (column < tau_columns)[:, None] & (first + rows_n < tau_k)[None, :]
@@ -161,7 +161,7 @@ def dot_kernel(
     if SCALED:
         acc *= scale[:, None]
     if HAS_BIAS:
-        acc += owed[:, None]
+        acc += added_bias[:, None]
     if FIRST:
         acc = add_expanded(
             acc, anchor, slabs, first_slab, first_count, first_begin, first_end, first_shrunk, first_b,
@@ -237,7 +237,7 @@ def row_kernel(
         keep = keep_n[:, None] & (begin + within_k < end)[None, :]
         w = tl.load(w_at + begin, mask=keep, other=0.0)
     if HAS_BIAS:
-        owed = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
+        added_bias = tl.load(bias + first + rows_n, mask=keep_n, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     v = tl.load(x + begin + within_k, mask=begin + within_k < end, other=0.0)
@@ -253,7 +253,7 @@ def row_kernel(
             acc += w.to(tl.float32) * v.to(tl.float32)[None, :]
     total = tl.sum(acc, axis=1)
     if HAS_BIAS:
-        total += owed
+        total += added_bias
     if HAS_GELU:
         total = tl.where(first + rows_n >= gelu_from, gelu_tanh(total), total)
     out += tl.program_id(1).to(tl.int64) * split_stride + first

@@ -209,8 +209,8 @@ def _change_arguments(
     changes: Adapted, x: Tensor, unused: Tensor
 ) -> tuple[list[Tensor], list[int]]:
     """Returns the kernel's pointers and the places in slabs. ``unused``: a pointer that the kernel does not read."""
-    given = [each for each in (changes.first, changes.hidden) if each is not None]
-    shared = [given[0].rows.anchor, given[0].rows.slabs] if given else [unused] * 2
+    parts = [each for each in (changes.first, changes.hidden) if each is not None]
+    shared = [parts[0].rows.anchor, parts[0].rows.slabs] if parts else [unused] * 2
     pointers, places = list[Tensor](), list[int]()
     for each in (changes.first, changes.hidden):
         if each is None:

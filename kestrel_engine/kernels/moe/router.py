@@ -96,7 +96,7 @@ def route_tokens(
 def add_norm_route(
     x: Tensor,
     parts: Sequence[Tensor],
-    owed: Tensor | None,
+    output_bias: Tensor | None,
     ln_weight: Tensor,
     ln_bias: Tensor,
     weight: Tensor,
@@ -107,7 +107,7 @@ def add_norm_route(
     u: Tensor,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """Writes ``u``, the LayerNorm of ``x + owed + sum(parts)``, and ``out``, the experts of its rows.
+    """Writes ``u``, the LayerNorm of ``x + output_bias + sum(parts)``, and ``out``, the experts of its rows.
 
     The first five arguments are those of `layer_norm.add_layer_norm`, but ``x`` is not changed. The others are those of
     `route_tokens`. ``u``: [T, D]. ``out``: weights [T, k] float32 and experts [T, k] int32. A programmatic dependent
@@ -121,7 +121,7 @@ def add_norm_route(
     _add_norm_route[(triton.cdiv(num_experts, _ROWS), tokens)](
         x,
         summands,
-        owed,
+        output_bias,
         ln_weight,
         ln_bias,
         u,
@@ -159,19 +159,19 @@ def _router(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # Load the weights before the wait, because no kernel writes them.
-    w, owed = _experts(weight, bias, mine, known, column, inside, w_stride, ROWS)
+    w, bias_rows = _experts(weight, bias, mine, known, column, inside, w_stride, ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     v = tl.load(u + token.to(tl.int64) * u_stride + column, mask=inside, other=0.0)
     _store_and_rank(
-        w, v, owed, token, mine, known, logits, arrived, weights, experts, NUM_EXPERTS, EXPERTS_PAD, K
+        w, v, bias_rows, token, mine, known, logits, arrived, weights, experts, NUM_EXPERTS, EXPERTS_PAD, K
     )  # fmt: skip
 
 
 @triton.jit
 def _add_norm_route(
-    x, parts, owed, ln_weight, ln_bias, u, weight, bias, logits, arrived, weights, experts, x_stride,
-    u_stride, w_stride, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    x, parts, output_bias, ln_weight, ln_bias, u, weight, bias, logits, arrived, weights, experts,
+    x_stride, u_stride, w_stride, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
@@ -181,8 +181,8 @@ def _add_norm_route(
     mask = cols < DIM
     known = mine < NUM_EXPERTS
     added = tl.zeros([BLOCK], tl.float32)
-    if owed is not None:
-        added = tl.load(owed + cols, mask=mask, other=0.0)
+    if output_bias is not None:
+        added = tl.load(output_bias + cols, mask=mask, other=0.0)
     stored = summed_stream(x, parts, added, row, cols, mask, x_stride, SPLITS)
     # These loads do not wait for the sums of the LayerNorm.
     gain = tl.load(ln_weight + cols, mask=mask, other=0.0).to(tl.float32)
@@ -206,20 +206,20 @@ def _experts(weight, bias, mine, known, cols, mask, w_stride, ROWS: tl.constexpr
         mask=known[:, None] & mask[None, :],
         other=0.0,
     )
-    owed = tl.zeros([ROWS], tl.float32)
+    bias_rows = tl.zeros([ROWS], tl.float32)
     if bias is not None:
-        owed = tl.load(bias + mine, mask=known, other=0.0).to(tl.float32)
-    return w, owed
+        bias_rows = tl.load(bias + mine, mask=known, other=0.0).to(tl.float32)
+    return w, bias_rows
 
 
 @triton.jit
 def _store_and_rank(
-    w, v, owed, token, mine, known, logits, arrived, weights, experts, NUM_EXPERTS: tl.constexpr,
+    w, v, bias_rows, token, mine, known, logits, arrived, weights, experts, NUM_EXPERTS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Stores the logits ``w`` [ROWS, BLOCK] times ``v`` [BLOCK] plus ``owed`` [ROWS]. The last program of the token
+    """Stores the logits ``w`` [ROWS, BLOCK] times ``v`` [BLOCK] plus ``bias_rows`` [ROWS]. The token's last program
     ranks all."""
-    total = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], axis=1) + owed
+    total = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], axis=1) + bias_rows
     tl.store(logits + token * NUM_EXPERTS + mine, total.to(logits.dtype.element_ty), mask=known)
     # All threads have written their logits before one of them increments the counter.
     tl.debug_barrier()

@@ -51,8 +51,8 @@ async def collect(
     async def one(image: LabelledImage) -> ByCurve:
         nonlocal done
         async with turns:
-            asked = (_ask(engine, image, question) for question in image.questions)
-            found = together(await asyncio.gather(*asked))
+            answers = (_ask(engine, image, question) for question in image.questions)
+            found = together(await asyncio.gather(*answers))
         done += 1
         if progress is not None:
             progress(done, len(images), "images")

@@ -69,7 +69,7 @@ class MatcherBudget:
             )
         if matcher.is_quick:
             return None
-        used = self._owed(matcher.principal) + seconds
+        used = self._debt(matcher.principal) + seconds
         self._used[matcher.principal] = used, clock.now()
         if used <= PRINCIPAL_S:
             return None
@@ -83,7 +83,7 @@ class MatcherBudget:
             quota=quota,
         )
 
-    def _owed(self, principal: str) -> float:
+    def _debt(self, principal: str) -> float:
         """The seconds that ``principal`` has not got back yet."""
         now = clock.now()
         if len(self._used) >= _MOST_REMEMBERED:

@@ -170,15 +170,15 @@ def _rewrite_format(place: str, schema: dict[str, Any]) -> None:
         else:
             schema["pattern"] = pattern
         if name in MAX_LENGTHS:
-            given = schema.get("maxLength")
+            limit = schema.get("maxLength")
             least = MAX_LENGTHS[name]
-            schema["maxLength"] = min(given, least) if isinstance(given, int) else least
+            schema["maxLength"] = min(limit, least) if isinstance(limit, int) else least
     elif isinstance(name, str) and name in RANGES and schema.get("type") in ("integer", "number"):
         for key, bound, choose in zip(
             ("minimum", "maximum"), RANGES[name] or (), _CHOICES, strict=False
         ):
-            given = schema.get(key)
-            schema[key] = choose(given, bound) if _is_number(given) else bound
+            limit = schema.get(key)
+            schema[key] = choose(limit, bound) if _is_number(limit) else bound
     else:
         raise ValueError(
             f"at {place}/format: {name!r} is not known; known: {', '.join(sorted(PATTERNS))}, and for numbers "

@@ -25,21 +25,21 @@ def read_constraint(value: object) -> Constraint | None:
         return None
     if not isinstance(value, Mapping):
         raise InvalidRequest("constraint", "must be an object with one of its fields set")
-    given = {key: part for key, part in value.items() if part is not None}
-    unknown = given.keys() - {"choices", *_TEXT_KINDS}
+    parts = {key: part for key, part in value.items() if part is not None}
+    unknown = parts.keys() - {"choices", *_TEXT_KINDS}
     if unknown:
         raise InvalidRequest(
             ("constraint", min(map(str, unknown))),
             f"is not a kind of constraint; known: choices, {', '.join(_TEXT_KINDS)}",
         )
-    if len(given) != 1:
+    if len(parts) != 1:
         raise InvalidRequest(
             "constraint",
-            f"needs exactly one of choices, {', '.join(_TEXT_KINDS)}; {len(given)} are set",
+            f"needs exactly one of choices, {', '.join(_TEXT_KINDS)}; {len(parts)} are set",
         )
-    if "choices" in given:
-        return Constraint("choices", _choices(given["choices"]))
-    [(kind, part)] = given.items()
+    if "choices" in parts:
+        return Constraint("choices", _choices(parts["choices"]))
+    [(kind, part)] = parts.items()
     if kind == "json_schema" and isinstance(part, Mapping):
         part = _dumped(part)
     _check_text(("constraint", kind), part, MAX_SOURCE_BYTES)

@@ -86,20 +86,20 @@ class PenalizingControl:
 
 def read_penalties(settings: Mapping[str, Any], vocab_size: int) -> Penalties | None:
     """The penalties in ``settings``; None if they change nothing. Raises InvalidRequest."""
-    given = {name: value for name, value in settings.items() if value is not None}
+    values = {name: value for name, value in settings.items() if value is not None}
     penalties = Penalties(
-        repetition=_number(given, "repetition_penalty", 1.0, 0.01, 10.0),
-        presence=_number(given, "presence_penalty", 0.0, -2.0, 2.0),
-        frequency=_number(given, "frequency_penalty", 0.0, -2.0, 2.0),
-        logit_bias=_bias(given.get("logit_bias"), vocab_size),
+        repetition=_number(values, "repetition_penalty", 1.0, 0.01, 10.0),
+        presence=_number(values, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency=_number(values, "frequency_penalty", 0.0, -2.0, 2.0),
+        logit_bias=_bias(values.get("logit_bias"), vocab_size),
     )
     return penalties if penalties != Penalties() else None
 
 
 def _number(
-    given: Mapping[str, Any], name: str, default: float, least: float, most: float
+    values: Mapping[str, Any], name: str, default: float, least: float, most: float
 ) -> float:
-    value = given.get(name, default)
+    value = values.get(name, default)
     if not is_number(value) or not least <= value <= most:
         raise InvalidRequest(name, f"{value!r} is not in [{least:g}, {most:g}]")
     return float(value)

@@ -78,8 +78,8 @@ def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[main
     from .doctor_checks import check_server, check_workers
 
     source = args.config or f"no file (--config, {CONFIG_VARIABLE})"
-    given = sum(origin.kind != "default" for origin in args.sources.values())
-    yield maintenance.Finding("settings", "ok", f"{given} of {len(args.sources)} are set; {source}")
+    count = sum(origin.kind != "default" for origin in args.sources.values())
+    yield maintenance.Finding("settings", "ok", f"{count} of {len(args.sources)} are set; {source}")
     yield check_workers(settled.server, settled.runtime)
     problem = temporary_folder_problem()
     if problem is not None:

@@ -59,17 +59,17 @@ class CallImages:
         self._cutting = self._cutting or asyncio.Lock()
         prepared: list[PreparedImage | PreparedTiles] = []
         for index, image in enumerate(self._found):
-            given: Any = image.mirrored if tiles == MIRRORED else image.given
+            source: Any = image.mirrored if tiles == MIRRORED else image.for_engine
             if isinstance(tiles, Tiles):
-                given = Tiled(given, tiles)
+                source = Tiled(source, tiles)
             with at_image(("images", index)):
-                prepared.append(await self._prepare(given))
+                prepared.append(await self._prepare(source))
         self._prepared[tiles] = prepared
 
     async def measured(self, tiles: Tiles | None) -> list[MeasuredImage]:
         """Size and crops of each image. Raises as ``prepare``."""
         found: list[MeasuredImage] = []
-        for index, image in enumerate(await self.given(tiles)):
+        for index, image in enumerate(await self.of_task(tiles)):
             with at_image(("images", index)):
                 found.append(await self._engine.measure_image(image, **_caller()))
         return found
@@ -79,11 +79,11 @@ class CallImages:
         prepared = await self._engine.prepare_image(image, **_caller())
         return prepared
 
-    async def given(self, tiles: Tiles | None) -> Sequence[Any]:
+    async def of_task(self, tiles: Tiles | None) -> Sequence[Any]:
         """The images as the requests of a task get them. Raises as ``prepare``."""
         if self._cutting is None:
-            given = [image.given for image in self._found]
-            return given if tiles is None else [Tiled(each, tiles) for each in given]
+            sources = [image.for_engine for image in self._found]
+            return sources if tiles is None else [Tiled(each, tiles) for each in sources]
         if self._is_overview:
             tiles = None
         return await self._prepared_as(tiles)

@@ -92,7 +92,7 @@ async def _prompts(
     run: Run, request: Request, count: int, tiles: Tiles | None
 ) -> Sequence[_Prompts]:
     """The prompts of ``count`` equal requests, and of the looks for the objects that all of them presuppose."""
-    images = await run.images.given(tiles)
+    images = await run.images.of_task(tiles)
     positions, system = await _positions(run, request, images), 0
     if request.arguments.get("system"):
         others = {k: v for k, v in request.arguments.items() if k != "system"}

@@ -70,7 +70,7 @@ async def of_gazes(
     task: CallTask[Any, Any],
     finding: CallTask[Any, Any],
     requests: Sequence[Request],
-    given: Sequence[Any],
+    images: Sequence[Any],
 ) -> list[Ended[Part]]:
     """``requests``: one for each eye or face of the task, or the one of the task ``finding``, which finds faces. The
     first that fails ends the others."""
@@ -80,7 +80,7 @@ async def of_gazes(
     if message.eyes:
         faces = [None] * len(requests)
     elif not faces:
-        found = await run.ended(finding, requests[0], given)
+        found = await run.ended(finding, requests[0], images)
         assert found.result is not None, "it would have raised"
         ended.append(found)
         faces = [edges_of(each.box) for each in found.part.detections[:MAX_GAZES]]
@@ -96,17 +96,17 @@ async def of_gazes(
     if not persons:
         return ended
     if not message.accurate:
-        gazes = (_once(run, task, person, given) for person in persons)
+        gazes = (_once(run, task, person, images) for person in persons)
         return ended + await few_at_once(gazes, min(MAX_SEQUENCES, len(persons)))
     mirrored, random = await run.images.mirrored(), Random(requests[0].settings["seed"])
-    often = (_often(run, task, person, given, mirrored, random) for person in persons)
+    often = (_often(run, task, person, images, mirrored, random) for person in persons)
     return ended + await few_at_once(often, min(_ACCURATE_AT_ONCE, len(persons)))
 
 
 async def _once(
-    run: Run, task: CallTask[Any, Any], person: _Person, given: Sequence[Any]
+    run: Run, task: CallTask[Any, Any], person: _Person, images: Sequence[Any]
 ) -> Ended[Part]:
-    ended = await _ended(run, task, person, person.request, given)
+    ended = await _ended(run, task, person, person.request, images)
     await _tell(run, task, person, ended.part)
     return ended
 
@@ -159,10 +159,10 @@ async def _mean(
 
 
 async def _ended(
-    run: Run, task: CallTask[Any, Any], person: _Person, request: Request, given: Sequence[Any]
+    run: Run, task: CallTask[Any, Any], person: _Person, request: Request, images: Sequence[Any]
 ) -> Ended[Any]:
     with located(lambda path: person.path if path == ("eye",) else path):
-        return await run.ended(task, request, given)
+        return await run.ended(task, request, images)
 
 
 async def _tell(run: Run, task: CallTask[Any, Any], person: _Person, gaze: pb.Gaze) -> None:

@@ -154,15 +154,15 @@ class Run:
             if self._turns is None:
                 await self.images.prepare(tiles)
                 await self.begin(seed)
-        given = await self.images.given(tiles)
+        images = await self.images.of_task(tiles)
         if task.kind.in_rounds is not None:
-            ended = await task.kind.in_rounds(self, task, requests, given)
+            ended = await task.kind.in_rounds(self, task, requests, images)
         elif not several:
-            ended = [await self.ended(task, requests[0], given)]
+            ended = [await self.ended(task, requests[0], images)]
         elif task.kind.are_samples:
-            ended = await of_samples(self, task, requests, given)
+            ended = await of_samples(self, task, requests, images)
         else:
-            ended = await of_names(self, task, requests, given)
+            ended = await of_names(self, task, requests, images)
         parts = [each.part for each in ended]
         if several and task.kind.merge is not None:
             await asyncio.to_thread(task.kind.merge, task.message, parts)
@@ -227,24 +227,24 @@ class Run:
         self,
         task: CallTask[Part, Response],
         request: Request,
-        given: Sequence[Any],
+        images: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None = None,
     ) -> Ended[Part]:
         """Runs a request to its end. ``note`` is called when the engine has accepted it."""
         turn: AbstractAsyncContextManager[None] = nullcontext()
         if self._turns is not None:
-            turn = self._turns.of(len(given[0].looks) if given else 1)
+            turn = self._turns.of(len(images[0].looks) if images else 1)
         async with turn:
-            return await self._ran(task, request, given, note)
+            return await self._ran(task, request, images, note)
 
     async def _ran(
         self,
         task: CallTask[Part, Response],
         request: Request,
-        given: Sequence[Any],
+        images: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None,
     ) -> Ended[Part]:
-        stream, label = await self._submit(task, request, given), label_of(request)
+        stream, label = await self._submit(task, request, images), label_of(request)
         try:
             if note is not None:
                 await note(stream)
@@ -287,17 +287,17 @@ class Run:
         )
 
     async def _submit(
-        self, task: CallTask[Part, Response], request: Request, given: Sequence[Any]
+        self, task: CallTask[Part, Response], request: Request, images: Sequence[Any]
     ) -> EngineStream:
         """If the deadline passes while the request waits, the engine computes nothing."""
         try:
-            return await self.engine.start(self.whole(request, given))
+            return await self.engine.start(self.whole(request, images))
         except RequestError as error:
             most = error.most_tokens
             if self._call.caps_max_tokens and most is not None:
                 capped = replace(request, settings={**request.settings, "max_tokens": most})
                 task.message.max_tokens = most  # So that a captured request can be done again.
-                return await self._submit(task, capped, given)
+                return await self._submit(task, capped, images)
             raise
 
     async def accept(self, seen: Sequence[ImageFacts], seed: int = 0) -> None:

@@ -53,11 +53,11 @@ async def of_names(
     run: Run,
     task: CallTask[Part, Response],
     requests: Sequence[Request],
-    given: Sequence[Any],
+    images: Sequence[Any],
 ) -> list[Ended[Part]]:
     """The requests of several names, each of which fails alone. Raises an error that is in a field of the task, if
     all fail with such errors."""
-    named = (_named(run, task, index, each, given) for index, each in enumerate(requests))
+    named = (_named(run, task, index, each, images) for index, each in enumerate(requests))
     ended = await few_at_once(named, min(MAX_SEQUENCES, len(requests)))
     faults = [each.task_fault for each in ended if each.task_fault is not None]
     if len(faults) == len(ended):
@@ -66,10 +66,10 @@ async def of_names(
 
 
 async def _named(
-    run: Run, task: CallTask[Any, Any], index: int, request: Request, given: Sequence[Any]
+    run: Run, task: CallTask[Any, Any], index: int, request: Request, images: Sequence[Any]
 ) -> Ended[Any]:
     try:
-        return await run.ended(task, request, given)
+        return await run.ended(task, request, images)
     except Exception as error:
         if not run.is_of_task(error):
             raise
@@ -87,13 +87,13 @@ async def of_samples(
     run: Run,
     task: CallTask[Part, Response],
     requests: Sequence[Request],
-    given: Sequence[Any],
+    images: Sequence[Any],
 ) -> list[Ended[Part]]:
     """The requests of several samples. The first that fails ends the others. The first sample looks for the objects
     that the question presupposes, for all of them."""
     first, *others = requests
     if "presupposes" not in first.arguments:
-        return await all_of([run.ended(task, each, given) for each in requests])
+        return await all_of([run.ended(task, each, images) for each in requests])
     looked = asyncio.Event()
     abstained: list[EngineResult] = []
 
@@ -107,11 +107,11 @@ async def of_samples(
         if abstained:
             same = replace(abstained[0], seed=request.settings["seed"])
             return Ended(task.kind.part(same, label_of(request)), None)
-        return await run.ended(task, request, given)
+        return await run.ended(task, request, images)
 
     arguments = {k: value for k, value in first.arguments.items() if k != "presupposes"}
     rest = [later(replace(each, arguments=arguments)) for each in others]
-    return await all_of([run.ended(task, first, given, note), *rest])
+    return await all_of([run.ended(task, first, images, note), *rest])
 
 
 def seeded(

@@ -162,10 +162,10 @@ def read_tiles(task: pb.PointTask | pb.DetectTask) -> Tiles | None:
     """Raises InvalidRequest."""
     if not task.HasField("tiles"):
         return None
-    given = task.tiles
-    overlap = {"overlap": meant_float(given.overlap)} if given.HasField("overlap") else {}
+    tiles = task.tiles
+    overlap = {"overlap": meant_float(tiles.overlap)} if tiles.HasField("overlap") else {}
     return Tiles(
-        rows=given.rows, columns=given.columns, whole_image=not given.tiles_only, **overlap
+        rows=tiles.rows, columns=tiles.columns, whole_image=not tiles.tiles_only, **overlap
     )
 
 

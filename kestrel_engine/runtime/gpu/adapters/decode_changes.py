@@ -76,13 +76,13 @@ class DecodeChanges:
         """Returns the changes of proj that the LayerNorm after ``layer`` adds. ``attended``: the result of attention.
         ``u``: the block's normalised input."""
         block = self._blocks[layer.index]
-        given = (
+        inputs = (
             (adapters.attention, attended, block.proj),
             (adapters.proj_input, u, block.proj_input),
         )
         return [
             WholeChange(rows, x, place.a_at, place.b_at)
-            for rows, x, place in given
+            for rows, x, place in inputs
             if rows is not None
         ]
 

@@ -186,7 +186,7 @@ class DecodePass:
                 u = normed
             # An early launch waits for its predecessor in the same stream, but not for kernels of the other stream.
             early = self._early and not self._is_concurrent(layer, len(x))
-            summand = stream, parts, layer.owed, norm.weight, norm.bias
+            summand = stream, parts, layer.output_bias, norm.weight, norm.bias
             if adapters is None or changes is None:
                 expert_output = None
                 if ahead and following is not None and following.moe is not None:

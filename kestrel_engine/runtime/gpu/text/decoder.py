@@ -105,12 +105,12 @@ class FusedText:
         u, attended = torch.empty_like(x), torch.zeros_like(x)
         heads = self.config.n_heads
         # The output of a block in FP8 that is not yet added to the stream.
-        owed: Tensor | None = None
+        late_output: Tensor | None = None
         layers = rehearsed(self.layers, TextLayer.has_experts)
         for layer in layers:
             u8: Fp8Rows | None = None
             if fp8:
-                u8 = self._norm_fp8(layer, x, u, owed)
+                u8 = self._norm_fp8(layer, x, u, late_output)
                 qkv = fp8[layer.index].qkv(u8)
             else:
                 layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
@@ -129,9 +129,9 @@ class FusedText:
                 u8 = None if u8 is None else u8.at(rows)
                 adapters = None if adapters is None else adapters.at(rows)
             if layer.moe is None and u8 is not None:
-                owed = self._owed_in_fp8(layer, attended, u8)
+                late_output = self._output_in_fp8(layer, attended, u8)
                 continue
-            owed = None
+            late_output = None
             add_linear(x, attended, wide(layer.proj, x.dtype))
             if adapters is not None and adapters.attention is not None:
                 change_rows(attended, adapters.attention, *self._places(layer).proj[:2], add_to=x)
@@ -139,8 +139,8 @@ class FusedText:
                 place = self._places(layer).proj_input
                 change_rows(u, adapters.proj_input, *place[:2], add_to=x)
             self._add_mlp(layer, x, u, u8, adapters)
-        if owed is not None:
-            x.add_(owed)
+        if late_output is not None:
+            x.add_(late_output)
         # The sum is rounded once: torch adds a float32 tensor in place to a half-precision one in float32.
         return x.add_(self._pending)
 
@@ -166,7 +166,7 @@ class FusedText:
         assert self._tau is not None
         return tau_content(qkv, layer.tau.weights, self._tau), layer.tau.alpha
 
-    def _owed_in_fp8(self, layer: TextLayer, attended: Tensor, u8: Fp8Rows) -> Tensor:
+    def _output_in_fp8(self, layer: TextLayer, attended: Tensor, u8: Fp8Rows) -> Tensor:
         """Returns the output of a dense block, the sum of its attention and its MLP."""
         fp8 = self.fp8_products[layer.index]
         assert fp8.fc1 is not None and fp8.writes is not None

@@ -24,9 +24,9 @@ class TextLayer:
 
     ``reads``: [3 * dim + ff_dim, dim], qkv above fc1; in an MoE block, [3 * dim + experts, dim], qkv above the router.
     In an MoE block in 4 bits, it is qkv. ``writes``: [dim, dim + ff_dim], proj left of fc2; in an MoE block, proj
-    alone. proj, fc2 and ``writes`` have no bias: ``owed``: [dim] float32, the biases
-    that this block adds to the stream. ``pending``: [dim] float32, the biases of all earlier blocks; None in the first
-    block. ``kv_scales``: the scales of the block's keys and values in the KV cache.
+    alone. proj, fc2 and ``writes`` have no bias: ``output_bias``: [dim] float32, the biases that this block adds to the
+    stream. ``pending``: [dim] float32, the biases of all earlier blocks; None in the first block. ``kv_scales``: the
+    scales of the block's keys and values in the KV cache.
     """
 
     index: int
@@ -39,7 +39,7 @@ class TextLayer:
     fc2: Linear | None
     moe: Moe | None
     tau: Tau | None
-    owed: Tensor
+    output_bias: Tensor
     pending: Tensor | None
     kv_scales: Scales
 
@@ -81,8 +81,10 @@ def load_layers(
 
     ``kv_scales``: the scales of each layer for an FP8 KV cache.
     """
-    owed = [_owed(tensors, f"text.blocks.{index}") for index in range(config.n_layers)]
-    sums = running_sums(owed)
+    output_bias = [
+        _output_bias(tensors, f"text.blocks.{index}") for index in range(config.n_layers)
+    ]
+    sums = running_sums(output_bias)
     layers = []
     for index in range(config.n_layers):
         name = f"text.blocks.{index}"
@@ -104,7 +106,7 @@ def load_layers(
                 fc2=_unbiased(tensors, f"{name}.mlp.fc2") if dense else None,
                 moe=None if dense else _load_moe(config, tensors, name),
                 tau=Tau.load(tensors, f"{name}.attn.tau") if config.tau_attn else None,
-                owed=owed[index],
+                output_bias=output_bias[index],
                 pending=sums[index - 1] if index else None,
                 kv_scales=UNSCALED if kv_scales is None else kv_scales[index],
             )
@@ -122,7 +124,7 @@ def _load_moe(config: TextConfig, tensors: Tensors, block: str) -> Moe:
     return Moe.load(tensors, f"{block}.mlp", config.moe.experts_per_token)
 
 
-def _owed(tensors: Tensors, block: str) -> Tensor:
+def _output_bias(tensors: Tensors, block: str) -> Tensor:
     bias = tensors[f"{block}.attn.proj.bias"].float()
     # Experts have no biases.
     mlp_bias = tensors.get(f"{block}.mlp.fc2.bias")

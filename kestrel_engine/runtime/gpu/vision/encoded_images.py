@@ -67,8 +67,8 @@ class EncodedImages:
     def encode(self, pieces: Sequence[EncodeSlice], *, leave_room: bool = False) -> None:
         """Encodes all crops of a step. Makes an image's prefix after its last crop. ``leave_room``: as in StepPlan."""
         for piece in pieces:
-            if (given := piece.image.features) is not None:
-                self._prefixes[piece.image.key] = self._given(given)
+            if piece.image.features is not None:
+                self._prefixes[piece.image.key] = self._of_features(piece.image.features)
         pieces = [piece for piece in pieces if piece.image.features is None]
         if not pieces:
             return
@@ -104,7 +104,7 @@ class EncodedImages:
         # The device works on the images.
         self._make_crops.capture()
 
-    def _given(self, features: np.ndarray) -> Tensor:
+    def _of_features(self, features: np.ndarray) -> Tensor:
         """The prefix of an image whose embedding the caller sent."""
         dtype = torch.float16 if features.dtype.itemsize == 2 else torch.float32
         sent = torch.empty(features.shape, dtype=dtype, device=self._bos.device)
