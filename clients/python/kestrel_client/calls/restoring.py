@@ -64,9 +64,7 @@ class Restoring:
     ) -> None:
         self._known, self._request, self._sources, self._put = known, request, sources, put
         self._most_bytes = most_bytes - _OTHER_BYTES
-        self._given = [
-            (image, image.image_id) for image in request_images(request) if image.image_id
-        ]
+        self._ids = [(image, image.image_id) for image in request_images(request) if image.image_id]
         """The images of the request that it names by id, with the ids that the caller gave."""
         self._sent: list[tuple[common_pb2.Image, str]] = []
         """Those that it holds in place of their ids."""
@@ -75,8 +73,8 @@ class Restoring:
 
     def use_current_ids(self) -> None:
         """Replaces the ids of images that were sent again before."""
-        for image, given in self._given:
-            image.image_id = self._known.current_id(given)
+        for image, image_id in self._ids:
+            image.image_id = self._known.current_id(image_id)
 
     def puts(
         self, error: Exception, timeout: float | None
@@ -87,41 +85,41 @@ class Restoring:
         """
         self._attempts += 1
         is_missing = isinstance(error, NotFoundError) and error.reason == IMAGE_NOT_FOUND
-        if not is_missing or not self._given or self._attempts > _MOST_ATTEMPTS:
+        if not is_missing or not self._ids or self._attempts > _MOST_ATTEMPTS:
             raise error
         found, puts = False, []
-        for given in dict.fromkeys(given for _, given in self._given):
+        for image_id in dict.fromkeys(image_id for _, image_id in self._ids):
             try:
-                image = self._known.contents(given, self._sources.get(given))
+                image = self._known.contents(image_id, self._sources.get(image_id))
             except InvalidImageError as unreadable:
                 raise error from unreadable
             if image is not None:
                 found = True
-                if not self._hold(given, image):
-                    puts.append((given, self._put(image, timeout)))
+                if not self._hold(image_id, image):
+                    puts.append((image_id, self._put(image, timeout)))
         if not found:
             raise error
         return puts
 
-    def _hold(self, given: str, contents: common_pb2.Image) -> bool:
+    def _hold(self, image_id: str, contents: common_pb2.Image) -> bool:
         """Puts the image into the request. Returns whether there is room."""
-        places = [image for image, its_id in self._given if its_id == given]
+        places = [image for image, its_id in self._ids if its_id == image_id]
         added = len(places) * contents.ByteSize()
         if self._request.ByteSize() + added > self._most_bytes:
             return False
         for image in places:
             image.MergeFrom(contents)
-            self._sent.append((image, given))
-        self._given = [(image, its_id) for image, its_id in self._given if its_id != given]
+            self._sent.append((image, image_id))
+        self._ids = [(image, its_id) for image, its_id in self._ids if its_id != image_id]
         return True
 
-    def stored(self, given: str, handle: ImageHandle) -> None:
+    def stored(self, image_id: str, handle: ImageHandle) -> None:
         """An image was put again."""
-        self._known.replace(given, handle.image_id)
+        self._known.replace(image_id, handle.image_id)
         self.use_current_ids()
 
     def answered(self, image: common_pb2.Image, image_id: str) -> None:
         """The server that answered the call stores ``image``, one of the request, under ``image_id``."""
-        for sent, given in self._sent:
+        for sent, old_id in self._sent:
             if sent is image:
-                self._known.replace(given, image_id)
+                self._known.replace(old_id, image_id)

@@ -69,23 +69,23 @@ def _call_skills(client: KestrelClient, folder: Path) -> list[str]:
     for model in client.list_models():
         print(f"{model.name} on {model.device_name or model.device}")
     bad = []
-    for skill, asked, options in _CALLS:
-        print(f"\n{skill}: {asked}{' (thinking)' if 'reasoning' in options else ''}")
-        result: Result = getattr(client, skill)(DEMO_IMAGE, asked, **options)
+    for skill, argument, options in _CALLS:
+        print(f"\n{skill}: {argument}{' (thinking)' if 'reasoning' in options else ''}")
+        result: Result = getattr(client, skill)(DEMO_IMAGE, argument, **options)
         print_result(result)
         print(
             f"  first token {result.timings.ttft_ms:.0f} ms, all {result.timings.total_ms:.0f} ms"
         )
         if result.marks == Marks() or getattr(result, "answer", "answered") == "":
-            bad.append(f"{skill} {asked!r}")
+            bad.append(f"{skill} {argument!r}")
         if skill != "caption":
             result.save(folder / f"{skill}.png")
-        with getattr(client, f"stream_{skill}")(DEMO_IMAGE, asked, **options) as stream:
+        with getattr(client, f"stream_{skill}")(DEMO_IMAGE, argument, **options) as stream:
             events = list(stream)
             same = stream.result().marks == result.marks
         print(f"  stream: {len(events)} events, {_agreement(same)}")
         if not same:
-            bad.append(f"stream_{skill} {asked!r}")
+            bad.append(f"stream_{skill} {argument!r}")
     return bad
 
 

@@ -131,15 +131,15 @@ class Sources:
         file = self.file(args)
         args.sources = sources = {}
         for setting in self.settings:
-            given = getattr(args, setting.dest)
+            value_of_flag = getattr(args, setting.dest)
             value, source = setting.default, Source("default", setting.flag)
             # File and variable are checked even if a flag overrides them, so that a mistake shows at once.
             if file is not None and (found := file.value(setting)) is not None:
                 value, source = found
             if (found := setting.from_variables()) is not None:
                 value, source = found
-            if given is not UNSET:
-                value, source = given, Source("flag", setting.flag)
+            if value_of_flag is not UNSET:
+                value, source = value_of_flag, Source("flag", setting.flag)
             setattr(args, setting.dest, value)
             sources[setting.dest] = source
 

@@ -30,8 +30,8 @@ def to_constraint(constraint: object) -> common_pb2.Constraint:
     if not isinstance(constraint, Constraint):
         raise InvalidRequestError(f"constraint: {constraint!r} is not a Constraint")
     names = ("choices", "regex", "grammar", "json_schema")
-    given = {name: getattr(constraint, name) for name in names}
-    rules: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(constraint, name) for name in names}
+    rules: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if len(rules) != 1:
         raise InvalidRequestError(f"constraint: must have exactly one of {', '.join(names)}")
     ((name, value),) = rules.items()

@@ -123,31 +123,31 @@ def to_handling(options: HandlingOptions, known: type) -> common_pb2.RequestOpti
     unknown = options.keys() - known.__annotations__.keys()
     if unknown:
         raise TypeError(f"unexpected keyword argument {sorted(unknown)[0]!r}")
-    given = {n: v for n, v in options.items() if n in _HANDLING and v is not None}
-    if "priority" in given:
-        given["priority"] = choice("priority", given["priority"], _PRIORITIES)
-    return build(common_pb2.RequestOptions, **given) if given else None
+    values = {n: v for n, v in options.items() if n in _HANDLING and v is not None}
+    if "priority" in values:
+        values["priority"] = choice("priority", values["priority"], _PRIORITIES)
+    return build(common_pb2.RequestOptions, **values) if values else None
 
 
 def generation(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a task that say how to generate: limits, ``sampling`` and ``text``. Raises InvalidRequestError."""
-    given = {name: value for name, value in values.items() if value is not None}
-    fields = {name: given[name] for name in _LIMITS if name in given}
-    if sampling := {name: given[name] for name in _SAMPLING if name in given}:
+    chosen = {name: value for name, value in values.items() if value is not None}
+    fields = {name: chosen[name] for name in _LIMITS if name in chosen}
+    if sampling := {name: chosen[name] for name in _SAMPLING if name in chosen}:
         fields["sampling"] = build(common_pb2.Sampling, **sampling)
-    if text := {name: given[name] for name in _TEXT if name in given}:
+    if text := {name: chosen[name] for name in _TEXT if name in chosen}:
         fields["text"] = _to_text(text)
     return fields
 
 
-def _to_text(given: dict[str, Any]) -> common_pb2.TextOptions:
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    if "constraint" in given:
-        given["constraint"] = to_constraint(given["constraint"])
-    if "logit_bias" in given:
-        given["logit_bias"] = _to_bias(given["logit_bias"])
-    return build(common_pb2.TextOptions, **given)
+def _to_text(text: dict[str, Any]) -> common_pb2.TextOptions:
+    if isinstance(text.get("stop"), str):
+        text["stop"] = [text["stop"]]
+    if "constraint" in text:
+        text["constraint"] = to_constraint(text["constraint"])
+    if "logit_bias" in text:
+        text["logit_bias"] = _to_bias(text["logit_bias"])
+    return build(common_pb2.TextOptions, **text)
 
 
 def _to_bias(biases: object) -> list[common_pb2.LogitBias]:

@@ -220,8 +220,8 @@ class Requests:
     ) -> Prepared[EmbedResult]:
         image = self._loaded(image)
         if (whole_image, crops) not in _PARTS:
-            given = f"{whole_image!r} and {crops!r}"
-            raise InvalidRequestError(f"whole_image, crops: must be bools, one true, not {given}")
+            wrong = f"{whole_image!r} and {crops!r}"
+            raise InvalidRequestError(f"whole_image, crops: must be bools, one true, not {wrong}")
         request = build(
             pb.EmbedRequest,
             image=self._seen(image, options),

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     overlays = None if args.overlays is None else Overlays(args.overlays, rows)
     options = {name: value for name, value in request_options(args).items() if value is not None}
     described = {
-        "tasks": [[kind, asked] for kind, asked in args.tasks],
+        "tasks": [[kind, argument] for kind, argument in args.tasks],
         "max_tokens": args.max_tokens,
         "min_score": args.min_score,
         "options": {name: value for name, value in options.items() if name != "priority"},
@@ -122,8 +122,8 @@ def _keys(args: argparse.Namespace) -> list[str]:
 
 def _tasks(row: Row, keys: list[str], args: argparse.Namespace) -> Mapping[str, Task]:
     return {
-        key: task_of(kind, row.filled(asked), args)
-        for key, (kind, asked) in zip(keys, args.tasks, strict=True)
+        key: task_of(kind, row.filled(argument), args)
+        for key, (kind, argument) in zip(keys, args.tasks, strict=True)
     }
 
 

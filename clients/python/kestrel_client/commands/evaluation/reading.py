@@ -103,15 +103,15 @@ def _file_records(place: Path, folder: Path, rows: list[dict[str, Any]]) -> Iter
     """Rows whose column image names a file of ``folder``, or an address. Every file is looked for now."""
     records = []
     for number, row in enumerate(rows, 1):
-        given = row.pop(_IMAGE, None)
-        if not isinstance(given, str) or not given:
+        name = row.pop(_IMAGE, None)
+        if not isinstance(name, str) or not name:
             raise CommandError(
                 f"{place}: row {number} has no image in the column {_IMAGE!r}; its columns are {', '.join(row)}"
             )
-        source = given if is_url(given) else str(folder / given)
-        if source is not given and not Path(source).is_file():
+        source = name if is_url(name) else str(folder / name)
+        if source is not name and not Path(source).is_file():
             raise CommandError(f"{place}: row {number}: there is no image {source!r}")
-        records.append(Record(str(place), number, row, given, partial(str, source)))
+        records.append(Record(str(place), number, row, name, partial(str, source)))
     return iter(records)
 
 

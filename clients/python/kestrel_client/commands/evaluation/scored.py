@@ -111,9 +111,9 @@ def _outcome(line: Mapping[str, Any], key: str) -> tuple[Outcome | None, str | N
 def _answers(outcome: Outcome, case: Case) -> bool:
     """Whether a result is of the case's question or object. Results of captions do not tell."""
     return all(
-        outcome.get(name, asked) == asked
+        outcome.get(name, value) == value
         for name in ("question", "object")
-        if (asked := getattr(case.task, name, None)) is not None
+        if (value := getattr(case.task, name, None)) is not None
     )
 
 

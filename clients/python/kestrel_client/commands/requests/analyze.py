@@ -108,7 +108,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         raise SettingsError(
             "give at least one task: --query, --caption, --point, --detect, --segment"
         )
-    return [task_of(kind, asked, args) for kind, asked in args.tasks]
+    return [task_of(kind, argument, args) for kind, argument in args.tasks]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,37 +117,37 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"no image is given: {args.program.name} analyze IMAGE TASK ...")
     inputs = open_inputs(names)
     output, options = Output(args, inputs), request_options(args)
-    titles = {str(n): f"{kind} {asked!r}" for n, (kind, asked) in enumerate(args.tasks)}
+    titles = {str(n): f"{kind} {argument!r}" for n, (kind, argument) in enumerate(args.tasks)}
 
-    def ask(client: KestrelClient, given: Input) -> bool:
-        output.title(given)
+    def ask(client: KestrelClient, image: Input) -> bool:
+        output.title(image)
         if output.streams:
-            with client.stream_analyze(given.source, tasks, **options) as events:
-                analysis = _print_stream(events, titles, output, given)
+            with client.stream_analyze(image.source, tasks, **options) as events:
+                analysis = _print_stream(events, titles, output, image)
         else:
-            analysis = client.analyze(given.source, tasks, **options)
+            analysis = client.analyze(image.source, tasks, **options)
             if args.json and not output.silent:
-                output.line(given, analysis.to_dict())
+                output.line(image, analysis.to_dict())
             elif not output.silent:
                 for key, outcome in analysis.outcomes.items():
                     _print_outcome(titles[key], outcome)
-        output.paint(analysis.marks, given)
+        output.paint(analysis.marks, image)
         return not analysis.errors
 
     return ask_each(args, inputs, ask)
 
 
-def task_of(kind: str, asked: Any, args: argparse.Namespace) -> Task:
-    """The task of one flag. ``asked``: its question, object or length."""
+def task_of(kind: str, argument: Any, args: argparse.Namespace) -> Task:
+    """The task of one flag. ``argument``: its question, object or length."""
     scored = {} if kind in ("query", "caption") else {"min_score": args.min_score}
-    return _KINDS[kind](asked, max_tokens=args.max_tokens, **scored)
+    return _KINDS[kind](argument, max_tokens=args.max_tokens, **scored)
 
 
 def _print_stream(
     events: Stream[AnalyzeResult, TaskEvent | TaskDone],
     titles: Mapping[str, str],
     output: Output,
-    given: Input,
+    image: Input,
 ) -> AnalyzeResult:
     """Prints a stream: with --json every event, otherwise the result of each task as soon as it is complete.
 
@@ -158,12 +158,12 @@ def _print_stream(
             if isinstance(item, TaskDone):
                 _print_outcome(titles[item.key], item.outcome)
         elif isinstance(item, TaskEvent):
-            output.line(given, {"key": item.key, **event_dict(item.event)})
+            output.line(image, {"key": item.key, **event_dict(item.event)})
         else:
-            output.line(given, {"key": item.key, "result": outcome_dict(item.outcome)})
+            output.line(image, {"key": item.key, "result": outcome_dict(item.outcome)})
     analysis = events.result()
     if output.as_json:
-        output.line(given, {"final": analysis.to_dict()})
+        output.line(image, {"final": analysis.to_dict()})
     return analysis
 
 

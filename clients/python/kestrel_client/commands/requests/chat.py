@@ -53,11 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    given = open_input(args.image)
+    source = open_input(args.image).source
     with suppress(ImportError):  # Gives input() line editing and history, if Python has it.
         import readline  # noqa: F401
     with connected(args) as client:
-        source = given.source
         image = source if isinstance(source, ImageHandle) else client.put_image(source)
         history: list[QueryResult] = []
         try:

@@ -51,14 +51,14 @@ def run(args: argparse.Namespace) -> int:
         tasks = [QueryTask(question.question, images=others)]
         del inputs[1:]
 
-    def count(client: KestrelClient, given: Input | None) -> bool:
-        source = None if given is None else given.source
+    def count(client: KestrelClient, image: Input | None) -> bool:
+        source = None if image is None else image.source
         counted = client.count_tokens(source, tasks, **request_options(args))
-        name = "" if given is None else given.name
+        name = "" if image is None else image.name
         if args.json:
             print_json({"image": name, **counted.to_dict()})
         else:
-            _print(name, counted, [f"{kind} {asked!r}" for kind, asked in args.tasks])
+            _print(name, counted, [f"{kind} {argument!r}" for kind, argument in args.tasks])
         return True
 
     return ask_each(args, inputs, count)

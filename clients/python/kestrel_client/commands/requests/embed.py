@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
         )
     found: dict[str, EmbedResult] = {}
 
-    def embed(client: KestrelClient, given: Input) -> bool:
+    def embed(client: KestrelClient, image: Input) -> bool:
         # A stream has no limit on the bytes of all embeddings together.
         stream = client.stream_embed(
-            given.source,
+            image.source,
             crops=args.crops,
             pooling="none" if as_features else args.pooling,
             dtype=args.dtype,
@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
         with stream:
             result = stream.result()
         if args.save is None:
-            print_json({"image": given.name, **result.to_dict()})
+            print_json({"image": image.name, **result.to_dict()})
         else:
-            found[given.name] = result
+            found[image.name] = result
         return True
 
     status = ask_each(args, inputs, embed)

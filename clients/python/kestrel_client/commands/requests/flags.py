@@ -122,13 +122,13 @@ def _bias(text: str) -> tuple[int, float]:
 
 def _constraint(args: argparse.Namespace) -> Constraint | None:
     """Raises SettingsError if a file cannot be read."""
-    given = {
+    values = {
         "choices": getattr(args, "choice", None),
         "regex": getattr(args, "regex", None),
         "grammar": _text_of("--grammar", getattr(args, "grammar", None)),
         "json_schema": _text_of("--json-schema", getattr(args, "json_schema", None)),
     }
-    return Constraint(**given) if any(value is not None for value in given.values()) else None
+    return Constraint(**values) if any(value is not None for value in values.values()) else None
 
 
 def _text_of(flag: str, path: str | None) -> str | None:
@@ -144,11 +144,11 @@ def _text_of(flag: str, path: str | None) -> str | None:
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_sampling_flags``, as keyword arguments of the client's methods."""
-    given = {name: getattr(args, name) for name in _SAMPLING if hasattr(args, name)}
+    values = {name: getattr(args, name) for name in _SAMPLING if hasattr(args, name)}
     if not hasattr(args, "logit_bias"):
-        return given
+        return values
     biases = args.logit_bias
-    return given | {
+    return values | {
         "constraint": _constraint(args),
         "logit_bias": None if biases is None else dict(biases),
     }

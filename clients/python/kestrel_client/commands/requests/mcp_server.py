@@ -78,10 +78,10 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
         return opened[0]
 
     async def ask(
-        skill: str, image: str, *asked: Any, draws: bool = False, **options: Any
+        skill: str, image: str, *arguments: Any, draws: bool = False, **options: Any
     ) -> list[Any]:
         try:
-            result = await getattr(client(), skill)(_source(image, root), *asked, **options)
+            result = await getattr(client(), skill)(_source(image, root), *arguments, **options)
         except KestrelError as error:
             raise ToolError(failure_text(error, args.server, args.timeout)) from None
         except CommandError as error:

@@ -45,18 +45,18 @@ class Output:
         self.silent = self._painter is not None and self._painter.takes_output
         self.as_json, self.streams = args.json, args.stream and not self.silent
 
-    def title(self, given: Input) -> None:
+    def title(self, image: Input) -> None:
         """Prints the image's name, if it is one of several."""
         if self._several and not self.as_json and not self.silent:
-            print(styled(f"{given.name}:", "bold", sys.stdout), flush=True)
+            print(styled(f"{image.name}:", "bold", sys.stdout), flush=True)
 
-    def line(self, given: Input | None, fields: dict[str, Any]) -> None:
+    def line(self, image: Input | None, fields: dict[str, Any]) -> None:
         """Prints JSON, which begins with the image's name if it is one of several."""
-        print_json({**({"image": given.name} if self._several and given else {}), **fields})
+        print_json({**({"image": image.name} if self._several and image else {}), **fields})
 
-    def paint(self, marks: Marks, given: Input | None) -> None:
-        if self._painter is not None and given is not None:
-            self._painter.write(marks, given)
+    def paint(self, marks: Marks, image: Input | None) -> None:
+        if self._painter is not None and image is not None:
+            self._painter.write(marks, image)
 
 
 def print_json(fields: dict[str, Any]) -> None:

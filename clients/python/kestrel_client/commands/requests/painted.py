@@ -56,17 +56,17 @@ class Painter:
         """Whether images are written to standard output, so that the command must not print text there."""
         return self._target == "-"
 
-    def write(self, marks: Marks, given: Input, name: str | None = None) -> None:
+    def write(self, marks: Marks, item: Input, name: str | None = None) -> None:
         """Draws on an image, writes it, and prints its file on standard error. ``name``: of the file in the folder,
         without its suffix; None for the input's own. Raises CommandError."""
         try:
-            image = draw_marks(marks, self._base, given.source)
+            image = draw_marks(marks, self._base, item.source)
             if self.takes_output:
                 image.save(sys.stdout.buffer, "PNG")
                 sys.stdout.buffer.flush()
                 return
             if name is None:  # That of the input, which may be named several times.
-                at = next(at for at, (each, _) in enumerate(self._left) if each == given)
+                at = next(at for at, (each, _) in enumerate(self._left) if each == item)
                 _, name = self._left.pop(at)
             file = self._file(name)
             image.save(file)
@@ -81,13 +81,13 @@ class Painter:
 
     def _check_originals(self) -> None:
         """Raises CommandError if a written file would replace one of the images."""
-        for given, name in self._left:
+        for item, name in self._left:
             file = self._file(name)
             # A source may also be an address, bytes or an id.
-            is_file = isinstance(given.source, str) and os.path.exists(given.source)
-            if is_file and file.exists() and file.samefile(given.name):
+            is_file = isinstance(item.source, str) and os.path.exists(item.source)
+            if is_file and file.exists() and file.samefile(item.name):
                 raise CommandError(
-                    f"--save={self._target} would replace the image {given.name!r}; name another file or folder"
+                    f"--save={self._target} would replace the image {item.name!r}; name another file or folder"
                 )
 
     def _check_target(self) -> None:

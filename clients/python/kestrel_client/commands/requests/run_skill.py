@@ -41,10 +41,15 @@ def run(args: argparse.Namespace) -> int:
     image = None if args.image is None else open_input(args.image)
     output = Output(args, [] if image is None else [image])
     source = None if image is None else image.source
-    given = (args.skill, source, _once("argument", args.argument), _once("setting", args.setting))
+    arguments = (
+        args.skill,
+        source,
+        _once("argument", args.argument),
+        _once("setting", args.setting),
+    )
     with connected(args) as client:
         if output.streams:
-            with client.stream_skill(*given, **request_options(args)) as stream:
+            with client.stream_skill(*arguments, **request_options(args)) as stream:
                 for event in stream:
                     if args.json:
                         print_json(event_dict(event))
@@ -56,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 print()
         else:
-            result = client.run_skill(*given, **request_options(args))
+            result = client.run_skill(*arguments, **request_options(args))
             if not output.silent:
                 print_json(result.to_dict() if args.json else result.output)
         output.paint(result.marks, image)

@@ -151,22 +151,22 @@ def run(args: argparse.Namespace) -> int:
         del inputs[1:]
     output = Output(args, [each for each in inputs if each is not None])
 
-    def ask(client: KestrelClient, given: Input | None) -> bool:
-        if given is not None:
-            output.title(given)
+    def ask(client: KestrelClient, image: Input | None) -> bool:
+        if image is not None:
+            output.title(image)
         method = getattr(client, f"stream_{args.command}" if output.streams else args.command)
-        answer = method(None if given is None else given.source, *arguments, **options)
+        answer = method(None if image is None else image.source, *arguments, **options)
         result: Result = answer
         if output.streams:
             with answer as stream:
-                result = _print_stream(args, stream, output, given)
+                result = _print_stream(args, stream, output, image)
         elif output.silent:
             print_nothing(result)
         elif args.json:
-            output.line(given, result.to_dict())
+            output.line(image, result.to_dict())
         else:
             print_result(result)
-        output.paint(result.marks, given)
+        output.paint(result.marks, image)
         return not (isinstance(result, ObjectsResult) and result.errors)
 
     return ask_each(args, inputs, ask)
@@ -218,12 +218,12 @@ def _arguments(args: argparse.Namespace, word: str | list[str]) -> tuple[list[An
 
 
 def _print_stream(
-    args: argparse.Namespace, stream: Stream[Any, Any], output: Output, given: Input | None
+    args: argparse.Namespace, stream: Stream[Any, Any], output: Output, image: Input | None
 ) -> Result:
     thinking, labelled = False, len(getattr(args, "objects", None) or ()) > 1
     for event in stream:
         if args.json:
-            output.line(given, event_dict(event))
+            output.line(image, event_dict(event))
             continue
         if thinking and isinstance(event, TextDelta):
             print("\n")
@@ -231,7 +231,7 @@ def _print_stream(
         print_event(event, labelled=labelled)
     result: Result = stream.result()
     if args.json:
-        output.line(given, {"final": result.to_dict()})
+        output.line(image, {"final": result.to_dict()})
     elif isinstance(result, (QueryResult, CaptionResult)):
         print()
         print_logprobs(result.logprobs)

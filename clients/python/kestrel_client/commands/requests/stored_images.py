@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _put(args: argparse.Namespace) -> int:
-    def put(client: KestrelClient, given: Input) -> bool:
-        handle = client.put_image(given.source)
+    def put(client: KestrelClient, image: Input) -> bool:
+        handle = client.put_image(image.source)
         if args.json:
             print_json({"image_id": handle.image_id, "image_size": plain_value(handle.size)})
         else:

@@ -44,9 +44,9 @@ def relaxed_correct(expected: str, said: str, tolerance: float = 0.05) -> bool:
     https://arxiv.org/abs/2203.10244, section 5.1. A percentage is its value over 100.
     """
     truth, answer = expected.strip().lower(), said.strip().lower()
-    wanted, given = _number(truth), _number(answer)
-    if wanted and given is not None:  # Nothing is within 5 % of 0 but 0, which is equal as a text.
-        return abs(given - wanted) / abs(wanted) <= tolerance
+    wanted, number = _number(truth), _number(answer)
+    if wanted and number is not None:  # Nothing is within 5 % of 0 but 0, which is equal as a text.
+        return abs(number - wanted) / abs(wanted) <= tolerance
     return truth == answer
 
 

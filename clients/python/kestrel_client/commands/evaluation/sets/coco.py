@@ -60,12 +60,12 @@ def _cases(record: Record, asking: Asking) -> list[Case]:
     others = [name for name in others if name not in truths]
     rng = random.Random(f"{record.image}/{record.number}")  # The same for every run.
     absent = sorted(rng.sample(others, min(asking.absent, len(others))))
-    asked = [each for each in truths.values() if each.boxes]
+    names = [each for each in truths.values() if each.boxes]
     frame = (record.integer("width"), record.integer("height")) if record.has("width") else None
     if frame is not None and min(frame) < 1:
         record.refuse("width and height", frame, "at least 1")
-    asked += [_Truth(name, [], [], []) for name in absent]
-    return [_case(each, frame, asking) for each in asked]
+    names += [_Truth(name, [], [], []) for name in absent]
+    return [_case(each, frame, asking) for each in names]
 
 
 def _case(truth: _Truth, frame: tuple[int, int] | None, asking: Asking) -> Case:
