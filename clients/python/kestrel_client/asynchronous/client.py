@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
-import grpc
-from google.protobuf.message import Message
-
-from .._pb.kestrel.client.internal.wire_pb2 import HealthCheckRequest, HealthCheckResponse
-from .._pb.kestrel.v1 import model_service_pb2 as model_pb
-from .._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from ..calls.batches import Progress, gather_bounded
 from ..calls.frames import AsyncFrames, AsyncFrameSource
-from ..calls.health import HEALTH_CHECK
-from ..calls.prepared import Method
 from ..calls.requests.options import (
     CallOptions,
     CaptionLength,
@@ -37,7 +27,7 @@ from ..connection import (
     Tls,
 )
 from ..drawing.marks import MaskFormat
-from ..errors import DeadlineExceededError, KestrelError
+from ..errors import KestrelError
 from ..geometry import (
     BoxInput,
     DetectedBox,
@@ -49,16 +39,6 @@ from ..geometry import (
 from ..images.image_forms import ImageHandle, ImageInput
 from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
 from ..values.counting import TokenCount
-from ..values.description import (
-    Adapter,
-    Model,
-    ServerInfo,
-    ServerLoad,
-    read_adapter,
-    read_load,
-    read_model,
-    read_server_info,
-)
 from ..values.embeddings import Embedding, EmbeddingDtype, EmbedResult, Pooling
 from ..values.events import Event, PathPiece, ReasoningDelta, TextDelta
 from ..values.results.base import Result
@@ -84,12 +64,13 @@ from ..values.tasks import (
     Tasks,
     Turn,
 )
-from .channel import AsyncChannel, AsyncClosing
+from .channel import AsyncChannel
+from .server_facts import AsyncServerFacts
 
 T = TypeVar("T", bound=Result)
 
 
-class AsyncKestrelClient(AsyncClosing):
+class AsyncKestrelClient(AsyncServerFacts):
     """Talks to Kestrel servers from one event loop. Use it in ``async with``, or call ``await aclose()`` at the end.
 
     ``target``: ``host:port``, ``unix:path`` or any gRPC target; for several servers a list of addresses or
@@ -551,65 +532,3 @@ class AsyncKestrelClient(AsyncClosing):
             reconnect,
             options,
         )
-
-    async def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
-        """Returns the models of the server, the default model first."""
-        request = model_pb.ListModelsRequest()
-        return tuple(read_model(m) for m in await self._all("ListModels", request, timeout))
-
-    async def get_model(self, name: str | None = None, *, timeout: float | None = None) -> Model:
-        """Returns one model; default: the default model of the server. Raises NotFoundError."""
-        request = model_pb.GetModelRequest(model=name)
-        return read_model((await self._about_server("GetModel", request, timeout)).model)
-
-    async def list_adapters(
-        self, model: str | None = None, *, timeout: float | None = None
-    ) -> tuple[Adapter, ...]:
-        """Returns the adapters of a model that the server knows; default: those of the default model."""
-        request = model_pb.ListAdaptersRequest(model=model)
-        return tuple(read_adapter(a) for a in await self._all("ListAdapters", request, timeout))
-
-    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Returns the server's versions, limits and capabilities."""
-        request = model_pb.GetServerInfoRequest()
-        return read_server_info(await self._about_server("GetServerInfo", request, timeout))
-
-    async def server_load(self, *, timeout: float | None = None) -> ServerLoad:
-        """Returns how busy the server is. A client that has several servers can choose by it."""
-        return read_load(await self._about_server("GetLoad", model_pb.GetLoadRequest(), timeout))
-
-    async def wait_ready(self, timeout: float = 60.0, *, service: str = "") -> None:
-        """Waits until the server answers requests, by gRPC's health protocol.
-
-        ``timeout``: seconds; raises DeadlineExceededError at their end. ``service``: the name of one gRPC service, or
-        "" for the whole server.
-        """
-        deadline = time.monotonic() + timeout
-        request = HealthCheckRequest(service=service)
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                # Waits for a connection, too.
-                health = await self._channel.ask(HEALTH_CHECK, request, left, wait_for_ready=True)
-            except DeadlineExceededError:
-                break
-            if health.status == HealthCheckResponse.SERVING:
-                return
-            await asyncio.sleep(min(0.1, left))
-        raise DeadlineExceededError(
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-            f"the server at {self._connection.target} was not ready within {timeout:g} s",
-        )
-
-    async def _about_server(self, name: str, request: Message, timeout: float | None) -> Any:
-        method = Method(ModelServiceStub, name, repeatable=True)
-        return await self._channel.ask(method, request, timeout)
-
-    async def _all(self, name: str, request: Any, timeout: float | None) -> list[Any]:
-        """The items of all pages of a list."""
-        found: list[Any] = []
-        while True:
-            page = await self._about_server(name, request, timeout)
-            found += page.models if name == "ListModels" else page.adapters
-            if not page.next_page_token:
-                return found
-            request.page_token = page.next_page_token
