@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kestrel_engine import EngineResult, KestrelError, clock
 
-from .invariants import Asked, Faults, Watch
+from .invariants import CallerRequest, Faults, Watch
 from .questions import Question, image
 
 
@@ -109,11 +109,11 @@ class Caller:
         world.note("ended", asked.request_id, _shown(outcome))
         world.watch.ended(asked, clock.now(), outcome, world.answers[asked.question])
 
-    def _next(self, question: Question) -> Asked:
+    def _next(self, question: Question) -> CallerRequest:
         self._count += 1
-        return Asked(f"{self._habits.name}-{self._count}", question, clock.now())
+        return CallerRequest(f"{self._habits.name}-{self._count}", question, clock.now())
 
-    async def _submitted(self, asked: Asked) -> Any:
+    async def _submitted(self, asked: CallerRequest) -> Any:
         question, habits = asked.question, self._habits
         stream = await self._world.engine.submit(
             question.skill,
@@ -130,11 +130,11 @@ class Caller:
         asked.is_accepted = True
         return stream
 
-    async def _wait(self, asked: Asked) -> EngineResult:
+    async def _wait(self, asked: CallerRequest) -> EngineResult:
         async with await self._submitted(asked) as stream:
             return await stream.result()
 
-    async def _read(self, asked: Asked) -> EngineResult:
+    async def _read(self, asked: CallerRequest) -> EngineResult:
         """Reads each update, sometimes slowly."""
         slow_s = self._world.rng.choice([0.0, 0.0, 0.01, 1.0])
         async with await self._submitted(asked) as stream:
@@ -145,7 +145,7 @@ class Caller:
             asked.has_read_all = True
             return await stream.result()
 
-    async def _leave(self, asked: Asked) -> EngineResult:
+    async def _leave(self, asked: CallerRequest) -> EngineResult:
         """Reads some updates, and leaves."""
         num_read = self._world.rng.randrange(4)
         async with await self._submitted(asked) as stream:
@@ -156,16 +156,16 @@ class Caller:
             asked.left = True
         return await stream.result()
 
-    async def _cancel(self, asked: Asked) -> EngineResult:
+    async def _cancel(self, asked: CallerRequest) -> EngineResult:
         """Cancels by the request's id, if it is submitted by then."""
         asyncio.get_running_loop().call_later(self._soon(), self._cancel_now, asked)
         return await self._wait(asked)
 
-    def _cancel_now(self, asked: Asked) -> None:
+    def _cancel_now(self, asked: CallerRequest) -> None:
         if self._world.engine.cancel(asked.request_id):
             asked.left = True
 
-    async def _drop(self, asked: Asked) -> EngineResult | None:
+    async def _drop(self, asked: CallerRequest) -> EngineResult | None:
         """Ends the task that waits."""
         task = asyncio.create_task(self._wait(asked))
         await asyncio.wait({task}, timeout=self._soon())

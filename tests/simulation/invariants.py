@@ -36,7 +36,7 @@ _DECODING_S = 5.0
 
 
 @dataclass(slots=True)
-class Asked:
+class CallerRequest:
     """A request as its caller sees it. ``text``: of the updates that were read."""
 
     request_id: str
@@ -68,7 +68,7 @@ class Watch:
     def __init__(self, faults: Faults, patience_s: float) -> None:
         """``patience_s``: the most seconds that a request may take, whatever happens to it."""
         self._faults, self.patience_s = faults, patience_s
-        self.open: dict[str, Asked] = {}
+        self.open: dict[str, CallerRequest] = {}
         self.events: Counter[str] = Counter()
         """Ends that the observer heard of, by request."""
         self.tokens: Counter[str] = Counter()
@@ -97,11 +97,11 @@ class Watch:
             if each.end is not None:
                 self._ended_sequences.add(each.sequence_id)
 
-    def began(self, asked: Asked) -> None:
+    def began(self, asked: CallerRequest) -> None:
         assert asked.request_id not in self.open
         self.open[asked.request_id] = asked
 
-    def closed(self, asked: Asked, now: float, how: str) -> None:
+    def closed(self, asked: CallerRequest, now: float, how: str) -> None:
         """A request has ended, and ``how``."""
         assert asked.ended_at is None, f"{asked.request_id} ended twice"
         asked.ended_at = now
@@ -109,7 +109,7 @@ class Watch:
         self.ends[how] += 1
 
     def ended(
-        self, asked: Asked, now: float, outcome: Any, alone: EngineResult | Exception
+        self, asked: CallerRequest, now: float, outcome: Any, alone: EngineResult | Exception
     ) -> None:
         """``outcome``: a result or an error. ``alone``: that of the same question when nothing else happens."""
         how = outcome.finish_reason if isinstance(outcome, EngineResult) else type(outcome).__name__
@@ -132,7 +132,7 @@ class Watch:
                 f"{asked} did not end within {self.patience_s:.0f} s"
             )
 
-    def _check_result(self, asked: Asked, result: EngineResult, alone: Any) -> None:
+    def _check_result(self, asked: CallerRequest, result: EngineResult, alone: Any) -> None:
         assert isinstance(alone, EngineResult), f"{asked} alone: {alone!r}"
         if result.finish_reason == "cancelled":
             assert asked.left, f"{asked} was not cancelled"
@@ -146,7 +146,7 @@ class Watch:
         if asked.has_read_all and "answer" in result.output:
             assert asked.text == result.output["answer"], (asked, result.output)
 
-    def _check_error(self, asked: Asked, error: BaseException) -> None:
+    def _check_error(self, asked: CallerRequest, error: BaseException) -> None:
         injected = self._faults.since
         began = asked.began_at
         earlier = (

@@ -31,7 +31,7 @@ from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 
 from .callers import Caller
-from .invariants import Asked
+from .invariants import CallerRequest
 from .questions import Question, image
 
 _MESSAGE_BYTES = 2**20
@@ -186,7 +186,9 @@ class HttpCaller(Caller):
             assert isinstance(alone, EngineResult)
             self._check(asked, client, alone, is_stream)
 
-    def _check(self, asked: Asked, client: Client, alone: EngineResult, is_stream: bool) -> None:
+    def _check(
+        self, asked: CallerRequest, client: Client, alone: EngineResult, is_stream: bool
+    ) -> None:
         name = _TEXTS[asked.question.skill]
         samples = num_samples(asked.question, is_stream)
         if client.status == 200 and samples > 1:
@@ -233,7 +235,7 @@ def _body(question: Question, is_stream: bool) -> bytes:
     return orjson.dumps({**fields, "stream": is_stream})
 
 
-def _scope(asked: Asked, is_stream: bool, num_bytes: int | None) -> dict[str, Any]:
+def _scope(asked: CallerRequest, is_stream: bool, num_bytes: int | None) -> dict[str, Any]:
     several = num_samples(asked.question, is_stream) > 1
     path = "/v1/chat/completions" if several else f"/v1/{asked.question.skill}"
     return {

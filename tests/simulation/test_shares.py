@@ -8,7 +8,7 @@ import pytest
 from tests.simulation.callers import Habits
 from tests.simulation.device import Rates
 from tests.simulation.questions import Question
-from tests.simulation.world import LIMITS, Setting, World
+from tests.simulation.world import LIMITS, World, WorldPlan
 
 QUESTIONS = [
     Question(
@@ -22,7 +22,7 @@ QUESTIONS = [
 
 def world(seed, minutes, *habits, max_queue=200):
     limits = replace(LIMITS, max_batch_size=6, num_pages=400)
-    setting = Setting(limits, {"max_queue": max_queue}, Rates(), habits)
+    setting = WorldPlan(limits, {"max_queue": max_queue}, Rates(), habits)
     return World(seed, minutes, setting, QUESTIONS).run()
 
 

@@ -96,7 +96,7 @@ class TurnedEngine(InferenceEngine):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class WorldPlan:
     """What a world is like."""
 
     limits: RuntimeLimits
@@ -111,7 +111,7 @@ class Setting:
     """Seconds after which requests end with the engine, which is shut down while callers ask; None: they end first."""
 
 
-def random_setting(rng: random.Random) -> Setting:
+def random_setting(rng: random.Random) -> WorldPlan:
     """Each kind of fault is there in some worlds only, so that none hides others."""
 
     def often(*rates: float) -> float:
@@ -142,7 +142,7 @@ def random_setting(rng: random.Random) -> Setting:
         hangs_after=rng.choice([float("inf")] * 9 + [rng.randrange(300)]),
     )
     habits = tuple(random_habits(rng, name) for name in "abcde"[: rng.randint(1, 5)])
-    return Setting(
+    return WorldPlan(
         limits,
         config,
         rates,
@@ -162,7 +162,7 @@ class World:
         self,
         seed: int,
         minutes: float,
-        setting: Setting | None = None,
+        setting: WorldPlan | None = None,
         questions: Sequence[Question] | None = None,
     ) -> None:
         """``setting``, ``questions``: None for those that the seed chooses."""

@@ -21,7 +21,7 @@ _NO_WINDOW = b"\x00\x04\x00\x00\x00\x00"
 
 
 @dataclass(frozen=True)
-class Asked:
+class RudeCall:
     """A valid call, with which some kinds of malformed connections begin."""
 
     path: str
@@ -35,7 +35,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     )
 
 
-def headers(asked: Asked) -> bytes:
+def headers(asked: RudeCall) -> bytes:
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -51,7 +51,7 @@ def headers(asked: Asked) -> bytes:
     return block
 
 
-def call(asked: Asked, stream: int = 1) -> bytes:
+def call(asked: RudeCall, stream: int = 1) -> bytes:
     """Returns the bytes of a complete call."""
     body = b"\x00" + len(asked.message).to_bytes(4, "big") + asked.message
     return frame(_HEADERS, _END_HEADERS, stream, headers(asked)) + frame(
@@ -62,7 +62,7 @@ def call(asked: Asked, stream: int = 1) -> bytes:
 class RudeCaller:
     """Makes malformed connections. ``asked``: a call of a streaming method."""
 
-    def __init__(self, address: str, asked: Asked, rng: random.Random) -> None:
+    def __init__(self, address: str, asked: RudeCall, rng: random.Random) -> None:
         self._host, _, self._port = address.rpartition(":")
         self._asked, self.rng = asked, rng
         self.kinds: tuple[Callable[[float], Awaitable[None]], ...] = (

@@ -24,7 +24,7 @@ from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
 from tests.abuse.connections.hand_made_calls import Body, HandMadeCalls, bomb
 from tests.abuse.connections.polite import MIB, Polite
-from tests.abuse.connections.rude_sockets import Asked, RudeCaller
+from tests.abuse.connections.rude_sockets import RudeCall, RudeCaller
 from tests.abuse.process import ROOT, ServerProcess
 from tests.forking.process import run_forked
 from tests.waiting import wait_until
@@ -110,7 +110,7 @@ async def vanish(address: str) -> None:
     }
 
     async def one(path: str, message: bytes, token: str, hold_s: float) -> None:
-        caller = RudeCaller(address, Asked(path, message, token), random.Random(1))
+        caller = RudeCaller(address, RudeCall(path, message, token), random.Random(1))
         with contextlib.suppress(OSError):
             await caller.never_reads(hold_s)
 

@@ -15,7 +15,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="counts spa
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from tests.abuse.connections.rude_sockets import PREFACE, Asked, RudeCaller, frame
+from tests.abuse.connections.rude_sockets import PREFACE, RudeCall, RudeCaller, frame
 from tests.abuse.soak.__main__ import TOKEN, Server, rest, timed
 from tests.abuse.soak.span_receiver import SpanReceiver
 from tests.forking.process import ForkedProcess
@@ -26,7 +26,7 @@ EACH = 6
 
 async def _abuse(address: str) -> None:
     request = pb.QueryRequest(query={"question": "What is this?"})
-    asked = Asked("/kestrel.v1.VisionService/StreamQuery", request.SerializeToString(), TOKEN)
+    asked = RudeCall("/kestrel.v1.VisionService/StreamQuery", request.SerializeToString(), TOKEN)
     caller = RudeCaller(address, asked, random.Random(1))
 
     async def several(kind) -> None:

@@ -25,7 +25,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from tests.abuse.connections.rude_sockets import Asked, RudeCaller
+from tests.abuse.connections.rude_sockets import RudeCall, RudeCaller
 
 NUM_CALLERS = 6
 NUM_RUDE = 3
@@ -198,7 +198,7 @@ async def _run(
         kind(address, token, random.Random(rng.random()), images) for _ in range(new or NUM_CALLERS)
     ]
     stream = pb.QueryRequest(query={"question": QUESTIONS[0]})
-    asked = Asked("/kestrel.v1.VisionService/StreamQuery", stream.SerializeToString(), token)
+    asked = RudeCall("/kestrel.v1.VisionService/StreamQuery", stream.SerializeToString(), token)
     came: Counter[str] = Counter()
 
     async def rude() -> None:

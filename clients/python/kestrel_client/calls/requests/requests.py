@@ -44,7 +44,7 @@ from ..streams import Reading
 from .building import build, choice
 from .options import HandlingOptions, LateFrames, QueryOptions, checked_session, to_handling
 from .stored_images import ImageRequests
-from .tasks import skill_of, to_message, to_task, vision_method
+from .tasks import kind_of, to_message, to_task, vision_method
 
 _LATE_FRAMES = words(pb.LateFrames)
 _POOLINGS = words(pb.EmbeddingPooling)
@@ -88,7 +88,7 @@ class Requests:
         Raises TypeError for an option that is not in ``known``, by default those of the task's kind. Only a QueryTask
         and a SkillTask take None as their image.
         """
-        skill = skill_of("task", task)
+        skill = kind_of("task", task)
         handling = to_handling(options, known or skill.options)
         sources: tuple[ImageInput, ...] = ()
         if isinstance(task, QueryTask):

@@ -40,7 +40,7 @@ def vision_method(name: str) -> Method:
     return Method(VisionServiceStub, name, f"Stream{name}", repeatable=True)
 
 
-class Skill(NamedTuple):
+class TaskKind(NamedTuple):
     """A kind of task: a method of its own, and one of the tasks of Analyze."""
 
     rpc: str
@@ -57,14 +57,14 @@ class Skill(NamedTuple):
         return vision_method(self.rpc)
 
 
-_SKILLS: dict[type[TaskOf[Any]], Skill] = {
-    QueryTask: Skill("Query", pb.QueryRequest, pb.QueryTask, "query", QueryOptions),
-    CaptionTask: Skill("Caption", pb.CaptionRequest, pb.CaptionTask, "caption", TextOptions),
-    PointTask: Skill("Point", pb.PointRequest, pb.PointTask, "point", CallOptions),
-    DetectTask: Skill("Detect", pb.DetectRequest, pb.DetectTask, "detect", CallOptions),
-    SegmentTask: Skill("Segment", pb.SegmentRequest, pb.SegmentTask, "segment", CallOptions),
-    GazeTask: Skill("Gaze", pb.GazeRequest, pb.GazeTask, "gaze", CallOptions),
-    SkillTask: Skill("RunSkill", pb.RunSkillRequest, pb.SkillTask, "skill", TextOptions),
+_KINDS: dict[type[TaskOf[Any]], TaskKind] = {
+    QueryTask: TaskKind("Query", pb.QueryRequest, pb.QueryTask, "query", QueryOptions),
+    CaptionTask: TaskKind("Caption", pb.CaptionRequest, pb.CaptionTask, "caption", TextOptions),
+    PointTask: TaskKind("Point", pb.PointRequest, pb.PointTask, "point", CallOptions),
+    DetectTask: TaskKind("Detect", pb.DetectRequest, pb.DetectTask, "detect", CallOptions),
+    SegmentTask: TaskKind("Segment", pb.SegmentRequest, pb.SegmentTask, "segment", CallOptions),
+    GazeTask: TaskKind("Gaze", pb.GazeRequest, pb.GazeTask, "gaze", CallOptions),
+    SkillTask: TaskKind("RunSkill", pb.RunSkillRequest, pb.SkillTask, "skill", TextOptions),
 }
 
 _CONVERTED: dict[str, Callable[[Any], Any]] = {
@@ -83,9 +83,9 @@ _CONVERTED: dict[str, Callable[[Any], Any]] = {
 """Values of tasks by their names. Other values are in the messages as they are."""
 
 
-def skill_of(name: str, task: TaskOf[Any]) -> Skill:
+def kind_of(name: str, task: TaskOf[Any]) -> TaskKind:
     """Raises InvalidRequestError, naming the argument ``name``, for a value that is not a task."""
-    skill = _SKILLS.get(type(task))
+    skill = _KINDS.get(type(task))
     if skill is None:
         raise InvalidRequestError(f"{name}: {task!r} is not a task, like QueryTask")
     return skill
@@ -97,7 +97,7 @@ def to_message(task: TaskOf[Any], options: Mapping[str, Any]) -> Message:
     The turns of a QueryTask count no images.
     """
     own = {f.name: getattr(task, f.name) for f in fields(task)}
-    kind = _SKILLS[type(task)].task
+    kind = _KINDS[type(task)].task
     names = kind.DESCRIPTOR.fields_by_name
     parts = {
         name: _CONVERTED[name](value) if name in _CONVERTED else value
@@ -126,7 +126,7 @@ def _abstention(task: QueryTask) -> pb.Abstention | None:
 
 def to_task(key: str, task: Task) -> pb.Task:
     """One of the tasks of Analyze. Raises InvalidRequestError."""
-    skill = skill_of(f"tasks[{key!r}]", task)
+    skill = kind_of(f"tasks[{key!r}]", task)
     if isinstance(task, QueryTask):
         task = replace(task, history=tuple(task.history))
         if task.images or any(turn.images for turn in to_turns(task.history)):
