@@ -121,14 +121,14 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, a file's tests run in one process, as they share fixtures; so do the golden tests, as
-    they share models whose images take seconds to encode."""
+    """With ``--dist loadfile``, a file's tests run in one process, as they share fixtures. So do the golden tests, as
+    they share models whose images take seconds to encode, and the tests of tools, as they share a server."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            golden = "tests/golden"
-            return golden if nodeid.startswith(f"{golden}/") else nodeid.partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return next((room for room in ("tests/golden/", "tests/tools/") if room in file), file)
 
     return Files(config, log) if config.getoption("dist") == "loadfile" else None
 

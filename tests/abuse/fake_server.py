@@ -13,6 +13,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,12 @@ NO_END = 18_000
 """So many tokens take minutes, which is longer than any test waits."""
 
 
-def main() -> int:
+def serve() -> int:
+    return program.main(["serve", *sys.argv[1:]])
+
+
+def main(run: Callable[[], Any] = serve) -> Any:
+    """Runs ``run``, whose engines have the fake runtime."""
     hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
     for_ever = hang.with_suffix(".forever")
     device_thread, (never, _) = ThreadPoolExecutor(1), os.pipe()
@@ -88,7 +94,7 @@ def main() -> int:
     if sys.platform == "linux":
         forks.START = ForkedProcess  # type: ignore[misc]
     with clock.installed(now=moved.now):
-        return program.main(["serve", *sys.argv[1:]])
+        return run()
 
 
 if __name__ == "__main__":

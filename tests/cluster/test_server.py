@@ -6,18 +6,18 @@ import asyncio
 import dataclasses
 import os
 import re
+import sys
 
 import pytest
 
 from kestrel_client import AsyncKestrelClient, KestrelError
+from kestrel_grpc.cluster import server as cluster_server
 from kestrel_grpc.cluster.plan import ServerTask
 from kestrel_grpc.cluster.scaling import KV_USE, QUEUE_WAIT_S, UTILIZATION
 from kestrel_grpc.cluster.server import ServerError, ServerProcess
 from tests.forking.process import create_forked_process
-from tests.service.command_line import ROOT
 from tests.waiting import until
 
-IMAGE = (ROOT / "clients/python/kestrel_client/commands/demo.jpg").read_bytes()
 TASK = ServerTask(
     settings='[device]\ndevice = "cpu"\nthreads = 1\n[scheduler]\nkv-cache-gib = 0.1\n',
     model="kestrel-tiny",
@@ -30,8 +30,17 @@ TASK = ServerTask(
 )
 
 
+FAKE = """
+import runpy
+from tests.abuse import fake_server
+fake_server.main(lambda: runpy.run_module("kestrel_grpc.cli.cluster.server_process", None, "__main__"))
+"""
+"""The program of COMMAND with the fake runtime."""
+
+
 @pytest.fixture
 async def start(monkeypatch):
+    monkeypatch.setattr(cluster_server, "COMMAND", (sys.executable, "-c", FAKE))
     if hasattr(os, "fork"):
         monkeypatch.setattr(asyncio, "create_subprocess_exec", forked)
     started = []
@@ -69,13 +78,13 @@ async def test_a_server_serves_and_says_how_busy_it_is(start):
     assert await server.is_serving() and server.has_ended() is None
     assert await server.load() == {UTILIZATION: 0.0, QUEUE_WAIT_S: 0.0, KV_USE: 0.0}
     async with AsyncKestrelClient(server.address) as client:
-        async with client.stream_caption(IMAGE, temperature=0.0) as stream:
+        async with client.stream_query(None, "?", max_tokens=400) as stream:
             async for _ in stream:
                 assert (await server.load())[UTILIZATION] > 0
                 stopping = asyncio.create_task(server.stop(60))
                 break
             # It drains: what runs may end.
-            assert (await stream.result()).caption
+            assert (await stream.result()).answer
     await stopping
     assert server.has_ended() == "exit status 0"
     await server.stop(60)
@@ -100,13 +109,13 @@ async def test_a_server_whose_replica_is_killed_drains(start, monkeypatch):
     monkeypatch.setattr(os, "pipe", lambda: pipes.append(pipe()) or pipes[-1])
     server = await start()
     async with AsyncKestrelClient(server.address) as client:
-        async with client.stream_caption(IMAGE, temperature=0.0) as stream:
+        async with client.stream_query(None, "?", max_tokens=400) as stream:
             async for _ in stream:
                 break
             # As the end of this process would, this closes the end of the pipe that only this process has.
             with open(os.devnull) as null:
                 os.dup2(null.fileno(), pipes[0][1], inheritable=False)
-            assert (await stream.result()).caption
+            assert (await stream.result()).answer
     assert await until(server.has_ended) == "exit status 0"
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.service.cli.serve_process import served_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """Its address."""
     with served_model() as addresses:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the guard needs /proc, the test 127.0.0.2"
 )
 
-CONNECTIONS = 200
+CONNECTIONS = 100
 STRANGER = "127.0.0.2"
 WATCH = "/grpc.health.v1.Health/Watch"
 HEADERS, CONTINUATION, END_HEADERS = 1, 9, 4

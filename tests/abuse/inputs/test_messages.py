@@ -31,7 +31,7 @@ from tests.kserve.conftest import infer
 
 EXAMPLES = int(os.environ.get("KESTREL_FUZZ_EXAMPLES", "20"))
 FEW_AND_MANY = pytest.mark.parametrize(
-    "examples", [EXAMPLES // 2, pytest.param(EXAMPLES, marks=pytest.mark.slow)]
+    "examples", [EXAMPLES // 4, pytest.param(EXAMPLES, marks=pytest.mark.slow)]
 )
 
 

@@ -1,15 +1,13 @@
 """Security as users use it: ``serve`` with TLS and tokens, and the client commands with their flags for both."""
 
 import re
-import signal
-import subprocess
 
 import pytest
 
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
-from tests.forking.process import ForkedProcess
-from tests.service.command_line import PROGRAM, ROOT, environment, here, kestrel
+from tests.abuse.process import ServerProcess
+from tests.service.command_line import here, kestrel
 
 
 @pytest.fixture(scope="module")
@@ -28,24 +26,12 @@ def served(tmp_path_factory, server_pair, token, admin_token):
     path = tmp_path_factory.mktemp("tokens") / "tokens"
     lines = line_of("camera", [Scope.INFER], token), line_of("ops", [Scope.ADMIN], admin_token)
     path.write_text("\n".join(lines))
-    process = ForkedProcess(
-        [
-            *(*PROGRAM, "serve", "--listen", "0.0.0.0:0", "--auth-tokens", str(path)),
-            *("--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-    )
-    ready = process.stdout.readline()
-    port = re.search(r"listening on 0\.0\.0\.0:(\d+)", ready)
-    assert port, process.stderr.read() if process.poll() is not None else ready
-    yield f"localhost:{port[1]}"
-    process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 0, log
+    tls = ("--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key))
+    flags = ("--auth-tokens", str(path), *tls)
+    with ServerProcess(path.parent, *flags, listen="0.0.0.0:0") as process:
+        yield process.address.replace("0.0.0.0", "localhost")
+        process.stop(60)
+    log = process.log.read_text()
     assert "Traceback" not in log
     assert token not in log
 
@@ -100,6 +86,7 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     assert health.stdout == "NOT_SERVING\n"
 
 
+@pytest.mark.slow_with("cannot read the tokens absent", "TLS needs both --tls-cert and --tls-key")
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.abuse.fake_server import NO_END
+from tests.abuse.process import ServerProcess
 from tests.forking.process import ForkedProcess
 from tests.service.cli.serve_process import Process
 from tests.service.command_line import PROGRAM, ROOT, environment, here, kestrel
@@ -96,39 +98,29 @@ def test_a_signal_while_the_model_loads_ends_the_server(tmp_path, number, start)
 
 
 def test_ctrl_c_leaves_out_the_delay_before_draining(tmp_path):
-    process = Process(
-        tmp_path / "log", "--listen", f"unix:{tmp_path}/k.sock", "--drain-delay", "600"
-    ).started()
-    try:
-        process.signal(signal.SIGINT)
-        assert process.wait() == 0
-    finally:
-        process.kill()
+    with ServerProcess(tmp_path, "--drain-delay", "600") as process:
+        process.popen.send_signal(signal.SIGINT)
+        assert process.popen.wait(60) == 0
     log = process.log.read_text()
     assert "draining" in log and "leaving" not in log
 
 
-def test_a_second_signal_ends_the_server_at_once(golden_folder, tmp_path):
+def test_a_second_signal_ends_the_server_at_once(tmp_path):
     socket = f"unix:{tmp_path}/k.sock"
-    process = Process(
-        tmp_path / "log", "--weights", golden_folder("md3"), "--listen", socket
-    ).started()
-    # Seed 7 makes the golden model say 1641 tokens, some six seconds of them.
-    client = ForkedProcess(
-        [*PROGRAM, "query", "hi", "--server", socket, "--max-tokens", "1900", "--temperature", "100",
-         "--top-p", "1", "--seed", "7", "--stream"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
-    )  # fmt: skip
-    try:
-        assert client.stdout.read(1), client.stderr.read()
-        process.signal(signal.SIGTERM)
-        wait_until(lambda: "SIGTERM" in process.log.read_text())
-        process.signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
-        assert client.wait(timeout=60) == 1
-        assert "unavailable" in client.stderr.read()
-    finally:
-        process.kill()
-        client.kill()
-        client.communicate()
+    with ServerProcess(tmp_path, listen=socket) as process:
+        client = ForkedProcess(
+            [*PROGRAM, "query", "hi", "--server", socket, "--max-tokens", str(NO_END), "--stream"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
+        )  # fmt: skip
+        try:
+            assert client.stdout.read(1), client.stderr.read()
+            process.popen.send_signal(signal.SIGTERM)
+            wait_until(lambda: "SIGTERM" in process.log.read_text())
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.popen.wait(60) == 128 + signal.SIGTERM
+            assert client.wait(60) == 1
+            assert "unavailable" in client.stderr.read()
+        finally:
+            client.kill()
+            client.communicate()
     assert not (tmp_path / "k.sock").exists()

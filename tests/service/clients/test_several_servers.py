@@ -135,6 +135,7 @@ async def test_a_server_that_drains_is_left(servers):
 
 
 @BOTH
+@pytest.mark.slow_with("sync")
 async def test_an_image_that_no_server_knows(servers, kind, tmp_path):
     unknown = ImageHandle("img_" + 32 * "0")
     (path := tmp_path / "image.png").write_bytes(FILES[0])
@@ -159,6 +160,7 @@ async def test_an_image_that_no_server_knows(servers, kind, tmp_path):
 
 
 @BOTH
+@pytest.mark.slow_with("sync")
 async def test_the_caller_is_asked_for_what_the_client_does_not_keep(servers, kind):
     asked = []
 

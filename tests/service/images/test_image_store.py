@@ -182,5 +182,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.size_bytes == sum(10 * c for _, _, c in self.model)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestStore = StoreMachine.TestCase
