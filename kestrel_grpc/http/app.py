@@ -26,11 +26,11 @@ from .dialects import (
     connect,
     grpc_web,
     kserve,
+    messages,
     moondream,
     ollama,
     openai,
     responses,
-    token_counts,
 )
 from .edge import Endpoint, HttpEdge
 from .files import page_routes
@@ -87,7 +87,7 @@ def application(
         openai.endpoints(vision, models, lambda: served.names),
         completions.endpoints(vision, lambda: served.names),
         responses.endpoints(vision, lambda: served.names),
-        token_counts.endpoints(vision, lambda: served.names),
+        messages.endpoints(vision, lambda: served.names),
         ollama.endpoints(vision, models, lambda: served.names),
         kserve.endpoints(inference),
         grpc_web.endpoints(services, largest),

@@ -18,7 +18,7 @@ import pytest
 
 from kestrel_engine import InvalidRequest, settings_of
 from kestrel_grpc.http import fetching
-from kestrel_grpc.http.fetching import Addresses, ImageFetcher, is_public
+from kestrel_grpc.http.fetching import Addresses, ImageFetcher, is_address, is_public
 from kestrel_grpc.settings.flags import parser_of
 from kestrel_grpc.settings.http import HttpConfig
 from tests.http.conftest import data_url
@@ -98,6 +98,9 @@ def requests(url: str) -> dict[str, tuple[dict[str, Any], str]]:
     part = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "What?"}
     chat = {"messages": [{"role": "user", "content": [part, text]}], "max_tokens": 8}
+    seen = {"type": "input_image", "image_url": url}
+    source = {"type": "url", "url": url} if is_address(url) else {"type": "base64", "data": url}
+    block = {"type": "image", "source": source}
     short = {"options": {"num_predict": 8, "temperature": 0}, "stream": False}
     content = {"role": "user", "content": "What?", "images": [url]}
     settings = {"temperature": 0, "max_tokens": 8}
@@ -107,15 +110,25 @@ def requests(url: str) -> dict[str, tuple[dict[str, Any], str]]:
             {**chat, "temperature": 0},
             "messages[0].content[0].image_url",
         ),
+        "/v1/responses": (
+            {"input": [{"role": "user", "content": [seen]}], "max_output_tokens": 8},
+            "input[0].content[0].image_url",
+        ),
+        "/v1/messages": (
+            {"messages": [{"role": "user", "content": [block]}], "max_tokens": 8, "top_p": 0},
+            "messages[0].content[0].source",
+        ),
         "/api/generate": ({"prompt": "What?", "images": [url], **short}, "images[0]"),
         "/api/chat": ({"messages": [content], **short}, "messages[0].images[0]"),
     }
 
 
 def text_of(body: dict[str, Any]) -> str:
-    for key in ("caption", "response"):
+    for key in ("caption", "response", "content"):
         if key in body:
             return str(body[key])
+    if "output" in body:
+        return str(body["output"][0]["content"])
     message = body["message"] if "message" in body else body["choices"][0]["message"]
     return str(message["content"])
 
@@ -129,7 +142,7 @@ async def test_every_interface_fetches_what_it_answers_about(client, network: Ne
         there = await client.post(path, json=sent[path][0])
         assert here.status_code == there.status_code == 200, (path, here.text, there.text)
         assert text_of(here.json()) == text_of(there.json())
-    assert network.connected == [(PUBLIC, 443, HOST)] * 4
+    assert network.connected == [(PUBLIC, 443, HOST)] * 6
     assert b"accept-encoding: identity" in network.heads[0]
     assert b"accept: image/*, */*;q=0.5" in network.heads[0]
     assert b"authorization" not in network.heads[0].lower()

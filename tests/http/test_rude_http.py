@@ -26,6 +26,9 @@ JSON = {"content-type": "application/json"}
 HEAD = b"POST /v1/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
+ROUTES = ("/v1/query", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/generate")
+
+
 async def connect(served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = served.server.http_addresses[0].rpartition(":")
     return await asyncio.open_connection(host, int(port))
@@ -171,7 +174,7 @@ async def test_a_body_that_no_handler_reads_ends_its_connection(http):
 async def test_bodies_of_many_small_values_are_refused_before_they_are_parsed(http):
     _, client = await http()
     body = b'{"question": [' + b"[]," * 1_000_000 + b"0]}"
-    for path in ("/v1/query", "/v1/chat/completions", "/api/generate"):
+    for path in ROUTES:
         response = await client.post(path, content=body, headers=JSON)
         assert response.status_code == 400 and "more than 20000 values" in response.text
 
@@ -198,22 +201,35 @@ async def test_tiny_chunks_and_many_headers_end_their_connection(http):
 async def test_compressed_bodies_are_refused(http):
     _, client = await http()
     body = gzip.compress(b'{"question": "' + b"a" * 3_000_000 + b'"}')
-    for path in ("/v1/query", "/v1/chat/completions", "/api/generate"):
+    for path in ROUTES:
         response = await client.post(
             path, content=body, headers={**JSON, "content-encoding": "gzip"}
         )
         assert response.status_code == 400 and "the body is compressed" in response.text
 
 
-async def test_a_reader_who_reads_nothing_is_cut_off(http):
+@pytest.mark.parametrize(
+    "path, asked",
+    [
+        (b"/v1/query", {"question": "Why?", "settings": {"max_tokens": 250}}),
+        pytest.param(
+            b"/v1/responses", {"input": "Why?", "max_output_tokens": 250}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            b"/v1/messages",
+            {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 250},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+async def test_a_reader_who_reads_nothing_is_cut_off(http, path, asked):
     security = SecurityConfig(calls=CallLimits(write_s=0.5))
     runtime = FakeRuntime(LIMITS, never_ends, cost=lambda plan: 0.0001)
     served, _ = await http(runtime=runtime, server_config={"security": security})
     # Pipelined requests, whose answers fill every buffer between.
-    body = json.dumps(
-        {"question": "Why?", "stream": True, "settings": {"max_tokens": 250}}
-    ).encode()
-    request = HEAD + f"content-length: {len(body)}\r\n\r\n".encode() + body
+    body = json.dumps({**asked, "stream": True}).encode()
+    head = HEAD.replace(b"/v1/query", path)
+    request = head + f"content-length: {len(body)}\r\n\r\n".encode() + body
     reader, writer = await connect(served)
     writer.transport.set_write_buffer_limits(high=2**30)
     reader._transport.pause_reading()  # type: ignore[attr-defined]

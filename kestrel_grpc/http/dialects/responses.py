@@ -29,7 +29,7 @@ from .asking import Asked, ask, count, reasons
 from .conversation import MESSAGE, Message, conversation
 from .known_fields import CHAT_MESSAGE, NO_TOOLS, OPENAI_SAMPLING
 from .openai import message_content
-from .sampling import SamplingFields
+from .sampling import NO_SAMPLING, SamplingFields
 
 _STORES_NONE = "the server stores no responses; send the whole conversation in input"
 _IN_CHAT = "is not supported here; use /v1/chat/completions"
@@ -105,20 +105,20 @@ def endpoints(
 ) -> dict[tuple[str, str], Endpoint]:
     """By verb and path. ``names`` gives the served models' names, the default first."""
 
-    def asked(fields: Fields) -> Asked:
+    def asked(fields: Fields, sampling: SamplingFields) -> Asked:
         with located(_renamed):
             talk = conversation([*_instructions(fields), *_input(fields)])
             reasoning = fields.inner("reasoning")
             REASONING.check(reasoning)
             reasoned = reasons(reasoning, "effort")
             form = _form(fields)
-            return ask(fields, talk, form, vision, names(), reasoning=reasoned, sampling=SAMPLING)
+            return ask(fields, talk, form, vision, names(), reasoning=reasoned, sampling=sampling)
 
     def respond(fields: Fields) -> ServiceCall:
         RESPONSES.check(fields)
         if _LOGPROBS in fields.texts("include"):
             raise InvalidRequest("include", f"{_LOGPROBS} {_IN_CHAT}")
-        found, echo = asked(fields), _echo(fields)
+        found, echo = asked(fields, SAMPLING), _echo(fields)
 
         def rename(path: FieldPath) -> FieldPath:
             return _renamed(found.rename(path))
@@ -135,7 +135,9 @@ def endpoints(
     def counted(fields: Fields) -> ServiceCall:
         _COUNTED.check(fields)
         head = {"object": "response.input_tokens"}
-        return count(asked(fields), vision, lambda counts: {**head, **counts}, _renamed)
+        return count(
+            asked(fields, NO_SAMPLING), vision, lambda counts: {**head, **counts}, _renamed
+        )
 
     return {
         ("POST", "/v1/responses"): Endpoint(

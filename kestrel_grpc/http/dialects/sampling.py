@@ -51,6 +51,8 @@ class SamplingFields:
         return {(name,): fields.at(key) for key, name in reversed([*self.names.items()])} | sent
 
 
+NO_SAMPLING = SamplingFields({})
+"""For requests that generate nothing."""
 _NEUTRAL = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,

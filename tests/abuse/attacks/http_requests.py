@@ -9,8 +9,15 @@ from collections import Counter
 from tests.abuse.attacks.registry import MIB, attack, many
 from tests.abuse.target import Target
 
-_POST = b"POST /v1/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+_ROUTES = (b"/v1/query", b"/v1/responses", b"/v1/messages")
 _GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
+
+
+def _post(number: int) -> bytes:
+    """The head of a request for one route after the other."""
+    route = _ROUTES[number % len(_ROUTES)]
+    kind = b"content-type: application/json\r\n"
+    return b"POST " + route + b" HTTP/1.1\r\nhost: localhost\r\n" + kind
 
 
 async def _send(target: Target, head: bytes, piece: bytes, count: int) -> str:
@@ -41,7 +48,7 @@ async def two_lengths(target: Target) -> Counter[str]:
     lengths = b"content-length: 10\r\ntransfer-encoding: chunked\r\n\r\n"
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     return await many(
-        30, lambda _: _send(target, _POST + token + lengths, piece, 40 * MIB // 0x10000)
+        30, lambda each: _send(target, _post(each) + token + lengths, piece, 40 * MIB // 0x10000)
     )
 
 
@@ -78,4 +85,4 @@ async def tiny_chunks(target: Target) -> Counter[str]:
     """Bodies of 1900 chunks of one byte, on 4 connections, with a token."""
     token = b"authorization: Bearer %b\r\n" % target.tokens["rude"].encode()
     body = b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 1900 + b"0\r\n\r\n"
-    return await many(4, lambda _: _repeat(target, _POST + token + body, 6))
+    return await many(4, lambda each: _repeat(target, _post(each) + token + body, 6))

@@ -103,6 +103,8 @@ WAYS = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data;
     [
         "/v1/query",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
         "/api/generate",
         "/v2/models/moondream/infer",
         "/kestrel.v1.VisionService/Query",

@@ -20,7 +20,9 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("path", ["query", "chat/completions", "generate", "chat"])
+@pytest.mark.parametrize(
+    "path", ["query", "chat/completions", "responses", "messages", "generate", "chat"]
+)
 async def test_base64(http, path: str):
     _, client = await http()
     whole: Any = None
@@ -29,9 +31,20 @@ async def test_base64(http, path: str):
         settings = {"temperature": 0, "max_tokens": 5}
         options = {"temperature": 0, "num_predict": 5}
         message = {"role": "user", "content": "A?", "images": [form]}
+        seen = {"type": "input_image", "image_url": form}
+        block = {"type": "image", "source": {"type": "base64", "data": form}}
         asked: dict[str, Any] = {
             "query": {"image_url": form, "question": "A?", "settings": settings},
             "chat/completions": {"messages": [{"role": "user", "content": parts}], **settings},
+            "responses": {
+                "input": [{"role": "user", "content": [seen]}],
+                "temperature": 0,
+                "max_output_tokens": 5,
+            },
+            "messages": {
+                "messages": [{"role": "user", "content": [block]}],
+                **settings,
+            },
             "generate": {"prompt": "A?", "images": [form], "options": options, "stream": False},
             "chat": {"messages": [message], "options": options, "stream": False},
         }[path]
@@ -39,6 +52,9 @@ async def test_base64(http, path: str):
         response = await client.post(root + path, json=asked)
         assert response.status_code == 200, response.text
         body = response.json()
-        told = body.get("answer") or body.get("choices") or body.get("response") or body["message"]
+        keys = ("answer", "choices", "response", "message", "content", "output")
+        told = next(body[key] for key in keys if key in body)
+        if "output" in body:
+            told = told[0]["content"]
         whole = whole or told
         assert told == whole

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kestrel_engine import InvalidRequest
-from kestrel_grpc.http.dialects import known_fields, responses
+from kestrel_grpc.http.dialects import known_fields, messages, responses
 from kestrel_grpc.http.fields import Fields
 from kestrel_grpc.http.known_fields import KnownFields
 from tests.code_blocks import ROOT
@@ -180,9 +180,16 @@ async def test_other_fields_are_ignored_and_logged_once(http, caplog):
 
 def test_the_page_lists_what_the_tables_hold():
     page = (ROOT / "docs/use/http.md").read_text()
-    modules = {**vars(known_fields), **vars(responses)}
+    modules = {**vars(known_fields), **vars(messages), **vars(responses)}
     tables = [each for each in modules.values() if isinstance(each, KnownFields)]
-    for table in (*tables, *known_fields.MOONDREAM.values(), *known_fields.CHAT_PARTS.values()):
+    for module in (
+        known_fields.MOONDREAM,
+        known_fields.CHAT_PARTS,
+        messages.BLOCKS,
+        messages.SOURCES,
+    ):
+        tables += module.values()
+    for table in tables:
         missing = {name for name in table.honoured if f"`{name}`" not in page}
         assert not missing, (table.where, missing)
 

@@ -1,5 +1,5 @@
-"""The unmodified packages of Moondream, OpenAI (Python and Node), Ollama, LangChain, LlamaIndex and EleutherAI's
-lm-evaluation-harness, each in an environment of its own, against the bundled model."""
+"""The unmodified packages of Moondream, OpenAI (Python and Node), Anthropic, Ollama, LangChain, LlamaIndex and
+EleutherAI's lm-evaluation-harness, each in an environment of its own, against the bundled model."""
 
 from __future__ import annotations
 
@@ -117,6 +117,25 @@ def test_responses(endpoint: str, tmp_path: Path):
     assert out["wrong_key"] == "credentials_invalid"
     python = tmp_path / "env/bin/python"
     assert example(tmp_path, endpoint, "client.responses", [python]) == "2"
+
+
+def test_anthropic(endpoint: str, tmp_path: Path):
+    out = run(tmp_path, ["anthropic>=2,<3"], "anthropic_program.py", endpoint)
+    assert (
+        out["answer"] == out["stream"] == "0" and out["stop_reason"] == out["again"] == "end_turn"
+    )
+    assert out["tokens"] == 1 < out["stream_tokens"] and out["input_tokens"] == out["counted"]
+    assert out["blocks"] == ["thinking", "text"] and out["thinking"] == "I see no red circles."
+    assert out["parsed"] in (True, False) and out["request_id"]
+    assert out["cut"] == "max_tokens" and out["valid"] > 8
+    assert out["cancelled"] == ["message_start", "0"]
+    described = out["described"].partition("two")[0]
+    assert out["stopped"] == [described, "stop_sequence", "two"] and described != out["described"]
+    kind, has_id, message = out["bad_request"]
+    assert (kind, has_id) == ("invalid_request_error", True) and message.startswith("tools: ")
+    assert out["wrong_key"] == "authentication_error"
+    python = tmp_path / "env/bin/python"
+    assert example(tmp_path, endpoint, "import Anthropic", [python]) == "2"
 
 
 def test_ollama(endpoint: str, tmp_path: Path):
