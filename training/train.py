@@ -4,19 +4,16 @@
     python -m training.train --resume training/resume --from-minute 18 --minutes 9 --out $OUT
 
 The learning rate follows the minutes of the whole plan: warm-up, constant, and a decay over its last third. Weights for
-figures, checkpoint and resuming are a moving average. --out gets the checkpoint in pieces, figures.json, gallery.png.
+checkpoint and figures (judging.py) are a moving average. --out gets the checkpoint in pieces.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -24,9 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from training.crops import crops, spoil
-from training.domains.picture import Picture
-from training.judging import engine_config, figures_of, gallery, held_out, judge, table
-from training.kestrel_small import CONFIG, export
+from training.kestrel_small import CONFIG
 from training.learning import checkpoints
 from training.learning.batches import Batch, Steps
 from training.learning.graphs import Graphs
@@ -59,7 +54,6 @@ def parse_arguments() -> argparse.Namespace:
     number("--lr", 1.0, "multiplies both learning rates")
     number("--seed", 1, "of the pictures")
     number("--workers", 0, "processes that draw, for each GPU; 0: one a core, less two")
-    number("--judge", 40, "held-out pictures of each domain; 0: no figures")
     number("--max-steps", 1_000_000, "stop after so many steps")
     p.add_argument("--resume", type=Path, help="folder of checkpoint pieces")
     p.add_argument("--out", type=Path, default=Path("out/small"))
@@ -160,19 +154,6 @@ def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[Batch]:
     return iter(DataLoader(data, None, num_workers=workers, pin_memory=pinned, prefetch_factor=2))
 
 
-def report(trainer: Trainer, examples: list[tuple[str, Picture]]) -> None:
-    out = trainer.args.out
-    with TemporaryDirectory() as folder:
-        export(trainer.average, Path(folder))
-        torch.cuda.empty_cache()
-        config = engine_config(Path(folder), str(trainer.device))
-        judged = asyncio.run(judge(config, examples, brief=True))
-    figures = figures_of(judged)
-    (out / "figures.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    print(table(figures), flush=True)
-    gallery(judged).save(out / "gallery.png")
-
-
 class Log:
     """Speed and mean losses since the last line, which is LOG_EVERY seconds old or more."""
 
@@ -225,7 +206,6 @@ def main() -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     data = batches(args, rank, world)
     trainer = Trainer(args, world, rank, device)
-    examples = held_out(args.judge) if rank == 0 and args.judge else []
     began, log = time.monotonic(), Log(born, device)
     saved, done, spent = 0.0, 0, 0.0  # spent: minutes
     for step in range(args.max_steps):
@@ -254,9 +234,6 @@ def main() -> None:
         trainer.save()
         took = f"{spent:.2f} minutes of the plan, {time.monotonic() - born:.0f} s"
         print(f"{done} steps, {took}", flush=True)
-        if examples:
-            report(trainer, examples)
-        print(f"end after {time.monotonic() - born:.0f} s", flush=True)
     if world > 1:
         dist.barrier()
     os._exit(0)  # at once: joining the drawing processes takes a minute

@@ -33,7 +33,7 @@ from training.scenes.vocabulary import COLOURS, SHAPES
 from training.sources import icon_names
 
 SKILL_WEIGHTS = {  # of the losses of their answers
-    "query": 1.0, "reasoning": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.7, "caption": 0.6
+    "query": 1.0, "reasoning": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.7, "caption": 1.0
 }  # fmt: skip
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
 PLACES = (2, 4)  # rows and columns of a cell, in each of which the helper head reads one character

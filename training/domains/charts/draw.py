@@ -93,6 +93,9 @@ def _places(
         every = rng.choice((noun, f"{noun}s", f"all {noun}s"))
         in_turn: list[Box] = in_order(boxes, width, centre)
         asks.append(find(skill, f"{domain} detect", every, in_turn))
+    ref = box if kind == "bar" and rng.random() < 0.5 else centre(box)
+    ways = "Which label does this {n} have?|What does this {n} stand for?|Which one is this?"
+    asks.append(replace(read(rng, f"{domain} label here", ways, of, n=noun), refs=(ref,)))
     if len(shown.scale) < 2:
         return asks
     ways = "What is the largest number on the axis?|Where does the axis end?|Up to what value does the axis go?"

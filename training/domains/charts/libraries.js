@@ -113,7 +113,7 @@ const DRAW = {
       const kind = {type: 'category', title: {text: t.label_axis}, automargin: true}, num = {title: {text: t.value_axis}, automargin: true};
       Plotly.newPlot('c', data, {title: {text: t.title}, width: t.width, height: t.height, xaxis: t.lying ? num : kind,
         yaxis: t.lying ? kind : num, showlegend: pie || t.series.length > 1, barmode: 'group',
-        paper_bgcolor: t.dark ? '#222' : '#fff', plot_bgcolor: t.dark ? '#222' : '#eef', font: {color: t.dark ? '#ddd' : '#222'}},
+        paper_bgcolor: t.dark ? '#222' : '#fff', plot_bgcolor: t.dark ? '#222' : '#eef', font: {color: t.dark ? '#ddd' : '#222', family: t.font, size: t.size}},
         {staticPlot: true});
     },
   vega: t => {
@@ -121,9 +121,11 @@ const DRAW = {
       const cat = {field: 'label', type: 'nominal', sort: null, title: t.label_axis || null};
       const num = {field: 'value', type: 'quantitative', title: t.value_axis || null};
       const many = t.series.length > 1, scheme = {range: t.colours};
-      let spec = {width: t.width - 160, height: t.height - 110, title: t.title, data: {values},
+      let spec = {width: t.width, height: t.height, autosize: {type: 'fit', contains: 'padding'}, title: t.title, data: {values},
         background: t.dark ? '#222' : '#fff',
-        config: t.dark ? {axis: {labelColor: '#ddd', titleColor: '#ddd'}, title: {color: '#ddd'}, legend: {labelColor: '#ddd'}} : {}};
+        config: {font: t.font}};
+      const ink = t.dark ? '#ddd' : '#222', text = {labelColor: ink, titleColor: ink, labelFontSize: t.size, titleFontSize: t.size};
+      Object.assign(spec.config, {axis: text, legend: text, title: {color: ink, fontSize: 1.3 * t.size}});
       if (t.kind === 'pie') {
         spec.mark = {type: 'arc', innerRadius: t.hole ? 40 : 0};
         spec.encoding = {theta: num, color: {...cat, scale: scheme}, order: {field: 'index'}};

@@ -35,7 +35,7 @@ class Sketch:
     def __init__(self, rng: random.Random, table: dict[str, Any], page: Page, held: bool) -> None:
         self.rng, self.table, self.page = rng, table, page
         width, height = page.size
-        seen = rng.uniform(11, rng.choice((14, 18, 26)))  # pixels of the model's view
+        seen = rng.uniform(12.5, rng.choice((16, 20, 28)))  # pixels of the model's view
         self.size = size = max(8, round(seen / view_scale(width, height)))
         self.font = draw_font(rng, held)
         self.ground: Rgb = page.image.getpixel((0, 0))  # type: ignore[assignment]

@@ -185,7 +185,8 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     else:
         pixels = draw_with_pillow(rng, scene)
     asks = [_find(rng, scene, skill) for skill in ("detect", "point")]
-    for length in ("short", rng.choice(LENGTHS)) if few else ():
+    lengths = ["short"] if rng.random() < 0.5 else ["short", rng.choice(LENGTHS)]
+    for length in lengths if few else ():
         asks.append(Ask("caption", f"shapes caption {length}", length, caption(scene, length)))
     asks += _questions(rng, scene, few)
     asks += [_segment(rng, scene) for _ in range(2)]
