@@ -1,8 +1,9 @@
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 
-from kestrel_engine import InferenceEngine, Observer, RuntimeConfig
+from kestrel_engine import InferenceEngine, Observer, RuntimeConfig, SkillRegistry, SkillSpec
 from kestrel_engine.types.step import RuntimeLimits
 from tests.engine.fakes import fake_build
 from tests.fake_runtime import FakeRuntime
@@ -25,12 +26,14 @@ async def make_engine(fake_limits: RuntimeLimits) -> AsyncIterator[Callable[...,
         *,
         family: str = "moondream3",
         observer: Observer | None = None,
+        skills: Sequence[SkillSpec[Any]] | None = None,
         **config: object,
     ) -> InferenceEngine:
         runtime = runtime or FakeRuntime(fake_limits)
         settings = RuntimeConfig(max_batch_size=runtime.limits.max_batch_size, **config)  # type: ignore[arg-type]
         built = fake_build(settings, runtime, family)
-        engine = InferenceEngine(settings, built, observer=observer)
+        registry = None if skills is None else SkillRegistry(skills)
+        engine = InferenceEngine(settings, built, registry, observer=observer)
         engines.append(engine)
         return engine
 

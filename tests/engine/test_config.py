@@ -64,12 +64,21 @@ def test_what_is_given_holds_on_every_device():
         ("steps_out", 5),
         ("step_pause", float("nan")),
         ("preprocess_threads", 1.5),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("default_top_p", 0.0),
+        ("default_temperature", float("inf")),
+        ("page_size", 0),
+        ("seed", -1),
+        ("model", ""),
+        ("max_queue", True),
     ],
 )
 def test_a_wrong_value_is_named_with_its_limit(field, value):
     with pytest.raises(ConfigError) as caught:
         RuntimeConfig(**{field: value})
     assert (caught.value.field, caught.value.value) == (field, value)
+    assert repr(value) in str(caught.value)
 
 
 def test_flashinfer_reads_no_cache_in_fp8():

@@ -66,18 +66,3 @@ def test_generation(goldens: Goldens, model: str, case_id: str) -> None:
     job = new_job(goldens(model), case)
     run_jobs(goldens(model).runtime, [job])
     check_job(case, job)
-
-
-@pytest.mark.slow
-def test_cases_of_all_skills_in_one_batch_give_what_each_gives_alone(golden: Golden) -> None:
-    """Cases join one another step by step, with scattered pages; each must still give exactly what is stored."""
-    cases = golden.expected["cases"]
-    # A stride through the list mixes the skills within a batch; 11 is coprime to both models' 25 and 29 cases.
-    order = [cases[i * 11 % len(cases)] for i in range(len(cases))]
-    assert len({case["id"] for case in order}) == len(cases)
-    for begin in range(0, len(order), 6):
-        batch = order[begin : begin + 6]
-        jobs = [new_job(golden, case) for case in batch]
-        run_jobs(golden.runtime, jobs, starts_per_step=2)
-        for case, job in zip(batch, jobs, strict=True):
-            check_job(case, job)

@@ -27,19 +27,7 @@ def whole(golden: Golden, case_id: str) -> torch.Tensor:
 
 
 @pytest.mark.slow_with("md2")
-@pytest.mark.parametrize("case_id", ["query.0", "query_noimage.0", "query_spatial.1"])
-def test_token_by_token_equals_the_whole(golden: Golden, case_id: str) -> None:
-    prompt = golden.prompt(golden.case(case_id))
-    feed = Feed(golden.runtime, pages_for(golden.runtime, 800, seed=1))
-    begin = 2 if isinstance(prompt[1], ImageBlock) else 1
-    hidden = feed(*prompt[:begin])
-    for token in prompt[begin:]:
-        hidden = feed(token)
-    assert_same(hidden, whole(golden, case_id))
-
-
-@pytest.mark.slow_with("md2")
-@pytest.mark.parametrize("size", [3, 7])
+@pytest.mark.parametrize("size", [1, 3, 7])
 @pytest.mark.parametrize("case_id", ["query.0", "query_noimage.0", "query_spatial.1"])
 def test_chunks_equal_the_whole(golden: Golden, case_id: str, size: int) -> None:
     prompt = golden.prompt(golden.case(case_id))

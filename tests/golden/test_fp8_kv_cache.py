@@ -15,8 +15,7 @@ from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock, PreparedImage
 from kestrel_engine.types.step import Row
 from tests.engine.runtime.rounded_attention import RoundedAttention
-from tests.golden.checks import new_job
-from tests.golden.driver import Feed, pages_for, run_jobs
+from tests.golden.driver import Feed, pages_for
 from tests.golden.goldens import Golden
 
 pytestmark = pytest.mark.golden
@@ -77,31 +76,3 @@ def test_it_is_plain_attention_over_rounded_numbers(model, case_id: str) -> None
     exact = golden.arrays[f"{case_id}.prefill_hidden"]
     drift = float((hidden - exact).norm() / exact.norm())
     assert 1e-4 < drift < 0.1, "rounding shows, and no more than it should"
-
-
-@pytest.mark.slow_with("md2", 5, "query.0")
-@pytest.mark.parametrize("size", [1, 5])
-@pytest.mark.parametrize("case_id", CASES)
-def test_chunks_equal_the_whole(model, case_id: str, size: int) -> None:
-    golden, runtime = model
-    prompt = golden.prompt(golden.case(case_id))
-    whole = Feed(runtime, pages_for(runtime, 800, seed=1))(*prompt)
-    feed = Feed(runtime, pages_for(runtime, 800, seed=2))
-    begin = 2 if isinstance(prompt[1], ImageBlock) else 1
-    hidden = feed(*prompt[:begin])
-    for i in range(begin, len(prompt), size):
-        hidden = feed(*prompt[i : i + size])
-    torch.testing.assert_close(hidden, whole, **FLIPS)
-
-
-@pytest.mark.slow_with("md2")
-@pytest.mark.slow
-def test_a_batch_says_what_each_says_alone(model) -> None:
-    golden, runtime = model
-    cases = [golden.case(name) for name in CASES]
-    together = [new_job(golden, case) for case in cases]
-    run_jobs(runtime, together, starts_per_step=2)
-    for case, job in zip(cases, together, strict=True):
-        alone = new_job(golden, case)
-        run_jobs(runtime, [alone], starts_per_step=1)
-        assert [t.id for t in alone.tokens] == [t.id for t in job.tokens]

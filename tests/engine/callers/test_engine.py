@@ -7,7 +7,6 @@ import pytest
 import kestrel_engine
 from kestrel_engine import (
     AdapterNotFound,
-    ConfigError,
     ContextLengthError,
     EngineResult,
     EngineStream,
@@ -251,13 +250,6 @@ async def test_bad_requests_name_their_field_and_hold_nothing(make_engine, call,
     assert engine.num_requests == 0
 
 
-async def test_moondream2_does_not_offer_segment(make_engine):
-    engine = make_engine(family="moondream2")
-    assert "segment" not in engine.info.skills
-    with pytest.raises(SkillUnavailable):
-        await engine.segment(IMAGE, "cat")
-
-
 async def test_reasoning_is_streamed_apart_from_the_answer(make_engine, fake_limits):
     def script(fed):
         return 3 if len(fed) > 12 and fed[-1] != 3 and 3 not in fed[6:] else 100 + 98
@@ -270,28 +262,6 @@ async def test_reasoning_is_streamed_apart_from_the_answer(make_engine, fake_lim
     output = (await stream.result()).output
     assert "".join(u.reasoning for u in updates) == output["reasoning"]["text"] != ""
     assert "".join(u.text for u in updates) == output["answer"] != ""
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_batch_size": 0},
-        {"dtype": "int8"},
-        {"device": "tpu"},
-        {"default_top_p": 0.0},
-        {"default_temperature": float("inf")},
-        {"page_size": 0},
-        {"seed": -1},
-        {"model": ""},
-        {"max_queue": True},
-    ],
-)
-def test_invalid_configurations_name_field_value_and_limit(settings):
-    with pytest.raises(ConfigError) as caught:
-        RuntimeConfig(**settings)
-    (field,) = settings
-    assert caught.value.field == field
-    assert repr(settings[field]) in str(caught.value)
 
 
 def test_dtype_may_be_a_torch_dtype_or_its_name():

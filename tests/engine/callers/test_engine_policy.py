@@ -12,7 +12,6 @@ import kestrel_engine
 from kestrel_engine import (
     DeadlineExceeded,
     EngineClosed,
-    EngineOverloaded,
     EngineResult,
     InferenceEngine,
     InvalidRequest,
@@ -52,20 +51,6 @@ async def test_a_cancelled_caller_frees_its_request(make_engine, fake_limits):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.num_requests == 0
-
-
-async def test_the_queue_is_bounded(make_engine, fake_limits):
-    gate = Gate()
-    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue=2)
-    streams = [
-        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1}) for _ in range(5)
-    ]
-    with pytest.raises(EngineOverloaded, match="max_queue=2"):
-        await engine.submit("query", None, {"question": "a"})
-    gate.open.set()
-    for stream in streams:
-        await stream.result()
-    await engine.query(question="a", settings={"max_tokens": 1})
 
 
 async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(

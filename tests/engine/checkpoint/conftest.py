@@ -54,6 +54,12 @@ def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> 
     }
 
 
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(
+        left.view(torch.uint8), right.view(torch.uint8)
+    )
+
+
 _B_TEXT = {"attn.qkv": "mixer.Wqkv", "attn.proj": "mixer.out_proj", "mlp.router": "gate"}
 _B_TAU = {"attn.tau.wq": "tau_wq", "attn.tau.wv": "tau_wv", "attn.tau.alpha": "tau_alpha"}
 _B_EXPERTS = {"mlp.fc1.weight": "mlp.experts.weight", "mlp.fc2.weight": "mlp.output_experts.weight"}

@@ -16,6 +16,7 @@ from kestrel_engine.checkpoint.weights.finite import FiniteCheck, is_finite
 from kestrel_engine.checkpoint.weights.loader import load_planned
 from kestrel_engine.checkpoint.weights.plan import model_config_for, plan_checkpoint
 from kestrel_engine.errors import CheckpointError
+from tests.engine.checkpoint.conftest import same_bits
 
 CPU = torch.device("cpu")
 
@@ -40,12 +41,6 @@ def stored(tmp_path):
     save_file(tensors, tmp_path / "x.safetensors")
     torch.save(tensors | {"f": torch.randn(9, 4, generator=generator).t()}, tmp_path / "x.pt")
     return tmp_path, tensors
-
-
-def same_bits(left, right):
-    return left.dtype == right.dtype and torch.equal(
-        left.view(torch.uint8), right.view(torch.uint8)
-    )
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])

@@ -10,6 +10,7 @@ from kestrel_engine.checkpoint.weights.fp8 import LARGEST, dequantise, quantise_
 from kestrel_engine.errors import CheckpointError
 from kestrel_engine.models.text import Moe
 from tests.checkpoint_loading import load_checkpoint
+from tests.engine.checkpoint.conftest import same_bits
 
 FP8 = torch.float8_e4m3fn
 
@@ -35,12 +36,6 @@ def fp8_folder(tmp_path, config_of, random_of, raw_of, schemes):
     save_file({k: v.contiguous() for k, v in stored.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(raw_of("moondream3")))
     return tmp_path, experts, stored
-
-
-def same_bits(left, right):
-    return left.dtype == right.dtype and torch.equal(
-        left.view(torch.uint8), right.view(torch.uint8)
-    )
 
 
 def test_kept_experts_are_the_stored_bits_with_their_scales(fp8_folder):

@@ -191,15 +191,6 @@ def test_a_long_list_is_shortened_in_the_message_only(tmp_path, config_of, rando
     assert len(caught.value.missing) == 24
 
 
-@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
-def test_nonfinite_values_are_found_wherever_they_are(tmp_path, bad, config_of, random_of, raw_of):
-    tensors = random_of(config_of("moondream3"))
-    tensors["text.blocks.2.mlp.fc2.weight"][-1, -1, -1] = float(bad)
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(save(tmp_path / "m", tensors, raw_of("moondream3")), dtype=BF16)
-    assert caught.value.nonfinite == ("text.blocks.2.mlp.fc2.weight",)
-
-
 def test_a_value_that_overflows_the_target_dtype_is_found(tmp_path, config_of, random_of, raw_of):
     tensors = random_of(config_of("moondream2"))
     tensors["text.wte"][0, 0] = 1e6

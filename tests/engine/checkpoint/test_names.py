@@ -26,19 +26,6 @@ def test_every_released_name_of_either_scheme_is_known(family: Family, schemes) 
         assert detect_family(found.tensors) == family
 
 
-def test_the_stored_reference_names_agree(golden_names) -> None:
-    for model in ("md2", "md3"):
-        for entry in golden_names(model):
-            canonical = entry["name"].removeprefix("model.")
-            other = map_names([entry["other_layout"]]).tensors
-            part = (
-                TensorPart.TRANSPOSED
-                if entry.get("other_layout_is") == "transposed"
-                else TensorPart.WHOLE
-            )
-            assert other == {canonical: TensorSource(entry["other_layout"], part)}
-
-
 def test_transposed_and_fused_tensors() -> None:
     name = "region_model.size_features.weight"
     assert map_names([name]).tensors["region.size_features"] == TensorSource(

@@ -184,11 +184,3 @@ async def test_other_values_are_refused(make_engine, fake_limits, value):
     with pytest.raises(InvalidRequest, match="is not true or false") as caught:
         await engine.query(question="a", settings={"logprobs": value})
     assert caught.value.field == "logprobs"
-
-
-async def test_other_skills_refuse_it(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits))
-    for call in (engine.point, engine.detect, engine.segment):
-        with pytest.raises(InvalidRequest, match="is not a setting of this skill") as caught:
-            await call(IMAGE, "a", settings={"logprobs": True})
-        assert caught.value.field == "logprobs"

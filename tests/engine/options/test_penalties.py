@@ -109,8 +109,3 @@ async def test_what_is_refused(make_engine, settings, field, words):
     with pytest.raises(InvalidRequest) as caught:
         await make_engine().query(question="a", settings=settings)
     assert caught.value.field == field and words in caught.value.message
-
-
-async def test_other_skills_refuse_them(make_engine):
-    with pytest.raises(InvalidRequest, match="is not a setting of this skill"):
-        await make_engine().detect(IMAGE, "a", settings={"presence_penalty": 1})

@@ -117,12 +117,6 @@ async def test_other_thresholds_are_refused(make_engine, fake_limits, skill, val
     assert caught.value.field == "min_score"
 
 
-async def test_skills_that_write_text_refuse_it(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits))
-    with pytest.raises(InvalidRequest, match="is not a setting of this skill"):
-        await engine.caption(IMAGE, settings={"min_score": 0.5})
-
-
 @pytest.mark.parametrize(("skill", "key"), [("point", "points"), ("detect", "objects")])
 async def test_a_calibration_applies_before_the_threshold(fake_limits, skill, key):
     """Each skill has a curve of its own; what lacks one stays raw."""

@@ -4,13 +4,11 @@ import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pyvips
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_engine.config.image_limits import ImageLimits
@@ -75,33 +73,6 @@ def test_tiling_vectors_of_the_specification(sizes, tiling):
 
 SMALL = VisionConfig(crop_size=252, max_crops=6, overlap_margin=4)
 VISIONS = st.sampled_from([VISION, SMALL])
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 20000), st.integers(1, 20000), VISIONS)
-def test_tiling_is_bounded(width, height, vision):
-    rows, columns = select_tiling(width, height, vision)
-    assert rows >= 1 and columns >= 1
-    assert rows * columns <= vision.max_crops or min(rows, columns) == 1
-
-
-@given_examples(8, 25, width=st.integers(1, 900), height=st.integers(1, 900), vision=VISIONS)
-def test_every_size_gives_whole_crops_that_overlap_exactly(width, height, vision):
-    rng = np.random.default_rng(width * 1000 + height)
-    image = DecodedImage(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-    prepared = cut_crops(image, vision)
-    rows, columns = prepared.tiling
-    side, overlap = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
-    assert prepared.crops.shape == (1 + rows * columns, side, side, 3)
-    tiles = prepared.crops[1:].reshape(rows, columns, side, side, 3)
-    if (rows, columns) == (1, 1):
-        assert np.array_equal(prepared.crops[0], prepared.crops[1])
-    for row in tiles:
-        for left, right in pairwise(row):
-            assert np.array_equal(left[:, -overlap:], right[:, :overlap])
-    for column in tiles.swapaxes(0, 1):
-        for upper, lower in pairwise(column):
-            assert np.array_equal(upper[-overlap:], lower[:overlap])
 
 
 @given_examples(6, 40, width=st.integers(1, 1500), height=st.integers(1, 1500), vision=VISIONS)

@@ -68,12 +68,6 @@ def test_empty_steps_and_rows_that_want_nothing(runtime):
     assert step(runtime, encode=(whole(picture()),), drop_images=("picture",)).tokens == {}
 
 
-def test_limits(runtime):
-    limits = runtime.limits
-    assert (limits.num_pages, limits.page_size, limits.max_batch_size) == (60, 4, 4)
-    assert (limits.max_seq_length, limits.vocab_size) == (120, 60)
-
-
 def test_encode_prefill_and_decode_share_a_step(runtime):
     first = step(
         runtime,

@@ -5,6 +5,7 @@ The fake runtime remembers which slots hold numbers that are not finite: who rea
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +90,10 @@ class Spec:
             arrived_at=self.arrived_at,
             deadline_at=self.deadline_at,
         )
+
+
+def text(number: int, length: int = 3, **options: Any) -> Spec:
+    return Spec(number, tuple(1000 * number + i for i in range(length)), **options)
 
 
 @dataclass

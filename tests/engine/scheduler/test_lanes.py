@@ -10,15 +10,11 @@ from kestrel_engine.scheduler.lanes.beside import SPACING, Beside, StepLoad
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.sequence import Sequence
 from kestrel_engine.types.step import Lane
-from tests.engine.scheduler.simulation import LIMITS, Simulation, Spec, alone
+from tests.engine.scheduler.simulation import LIMITS, Simulation, alone, text
 
 BESIDE = replace(LIMITS, decodes_beside=True, num_pages=60)
 LONG = SchedulerPolicy(itl_target_s=-1.0)
 """All steps of new work count as long."""
-
-
-def text(number, length, **options):
-    return Spec(number, tuple(1000 * number + i for i in range(length)), **options)
 
 
 def launch(simulation, lane):

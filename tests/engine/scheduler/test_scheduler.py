@@ -8,11 +8,7 @@ from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.scheduler import Scheduler
 from kestrel_engine.scheduler.sequence import Phase
-from tests.engine.scheduler.simulation import LIMITS, Simulation, Spec, alone
-
-
-def text(number, length, **options):
-    return Spec(number, tuple(1000 * number + i for i in range(length)), **options)
+from tests.engine.scheduler.simulation import LIMITS, Simulation, Spec, alone, text
 
 
 def rows(simulation):
@@ -162,10 +158,8 @@ def test_those_who_wait_for_a_image_are_not_lost_when_its_first_request_goes():
         for i in (1, 2, 3):
             simulation.add(text(i, 3, image="p", crops=30, max_tokens=2))
         simulation.turn()
-        if end == "abort":
-            simulation.abort(1)
-        else:
-            simulation.abort(1)
+        simulation.abort(1)
+        if end == "fail":
             simulation.turn(fail=True)
         simulation.drain()
         assert {2, 3} <= simulation.ended | simulation.failed

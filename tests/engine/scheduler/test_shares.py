@@ -8,14 +8,9 @@ import pytest
 from kestrel_engine.scheduler.budget import StepBudget
 from kestrel_engine.scheduler.policy import SchedulerPolicy
 from kestrel_engine.scheduler.shares import Shares
-from tests.engine.scheduler.simulation import LIMITS, Simulation, Spec, alone
-from tests.engine.scheduler.test_latency import Timed, p95
+from tests.engine.scheduler.simulation import LIMITS, Simulation, alone, text
 
 ROOMY = replace(LIMITS, num_pages=400, max_batch_size=4)
-
-
-def text(number, length=3, **options):
-    return Spec(number, tuple(1000 * number + i for i in range(length)), **options)
 
 
 def first_tokens(simulation):
@@ -175,41 +170,6 @@ def test_prompts_of_principals_are_computed_in_turns():
     simulation.add(text(11, 4, max_tokens=1, principal="b"))
     simulation.drain()
     assert first_tokens(simulation).index(11) <= 1
-
-
-def timed(others, own):
-    """p95 of the seconds that requests ``own`` take from arrival to their last token, beside ``others``."""
-    run = Timed()
-    run.run([*others, *own], awaited=own)
-    return p95([run.times[spec.number][-1] - spec.arrived_at for spec in own])
-
-
-def flood(number_of_requests=700):
-    return [
-        Spec(n, (100 + n, 7, 8), max_tokens=40 + n % 30, principal="flood")
-        for n in range(1, number_of_requests + 1)
-    ]
-
-
-@pytest.mark.parametrize("count", [4, pytest.param(10, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("principal", "priority", "most"),
-    [("other", 1, 3.0), pytest.param("other", 0, 2.0, marks=pytest.mark.slow), ("flood", 0, 2.0)],
-)
-def test_beside_700_requests_of_one_principal(principal, priority, most, count):
-    """In virtual time, on the device of test_latency: 3 ms a decode step, 7.2 ms with as much new work as may be."""
-    own = [
-        Spec(
-            1000 + i,
-            tuple(range(40)),
-            max_tokens=20,
-            arrived_at=0.3 + 0.31 * i,
-            principal=principal,
-            priority=priority,
-        )
-        for i in range(count)
-    ]
-    assert timed(flood(), own) <= most * timed([], own)
 
 
 def test_shares_count_weights_exactly():

@@ -25,6 +25,14 @@ def test_all_declared_names_are_read_and_no_others(skill, moondream3):
             assert is_unknown == (name == "nothing"), (part, name, caught.value)
 
 
+def test_only_texts_have_settings_of_text_and_only_objects_a_threshold():
+    of_text = {"stop", "logprobs", "top_logprobs", "presence_penalty", "logit_bias", "constraint"}
+    for skill in SkillRegistry.default():
+        is_text = skill.name in ("query", "caption")
+        assert names_of(skill.settings) & of_text == (of_text if is_text else set())
+        assert ("min_score" in names_of(skill.settings)) == (not is_text and skill.name != "gaze")
+
+
 def test_a_skill_that_declares_nothing_has_an_open_schema():
     class Undeclared:
         name = "undeclared"

@@ -167,27 +167,6 @@ def test_a_schema_of_any_object(compiler):
         assert not accepts(grammar, text), text
 
 
-def test_a_pydantic_schema_with_references(compiler):
-    schema = {
-        "$defs": {
-            "Shape": {
-                "type": "object",
-                "properties": {"kind": {"enum": ["dot"]}},
-                "required": ["kind"],
-            }
-        },
-        "type": "object",
-        "properties": {
-            "shapes": {"type": "array", "items": {"$ref": "#/$defs/Shape"}, "maxItems": 2}
-        },
-        "required": ["shapes"],
-    }
-    grammar = compiler.compile(Constraint("json_schema", json.dumps(schema)))
-    assert accepts(grammar, '{"shapes": [{"kind": "dot"}, {"kind": "dot"}]}')
-    assert not accepts(grammar, '{"shapes": [{"kind": "line"}]}')
-    assert not accepts(grammar, '{"shapes": [' + ", ".join(['{"kind": "dot"}'] * 3) + "]}")
-
-
 @pytest.mark.parametrize(
     ("value", "field", "words"),
     [

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kestrel_engine.errors import InvalidRequest
-from kestrel_engine.skills import CaptionSkill, DetectSkill, QuerySkill
+from kestrel_engine.skills import CaptionSkill, QuerySkill
 from kestrel_engine.skills.text.stop_strings import StopStrings
 from kestrel_engine.types.step import StepToken
 
@@ -90,11 +90,6 @@ def test_invalid_stop_strings_are_refused(moondream3, skill, stop, field, messag
     arguments = {"question": "q"} if skill.name == "query" else {}
     with pytest.raises(InvalidRequest, match=f"^{field}: .*{message}"):
         skill.build(arguments, {"stop": stop}, moondream3)
-
-
-def test_skills_without_text_have_no_stop_strings(moondream3):
-    with pytest.raises(InvalidRequest, match=r"^stop: is not a setting of this skill"):
-        DetectSkill().build({"object": "cat"}, {"stop": ["x"]}, moondream3)
 
 
 @pytest.mark.parametrize("stop", ["END", ["END"], ("END",)])

@@ -13,7 +13,6 @@ from kestrel_engine import (
     RuntimeConfig,
     RuntimeFailure,
     SkillFault,
-    SkillRegistry,
 )
 from kestrel_engine.skills import QuerySkill
 from kestrel_engine.types.step import TokenRule
@@ -62,33 +61,28 @@ class BrokenOutput(QuerySkill):
         return output
 
 
-async def test_an_output_of_another_class_is_a_fault_of_the_skill(fake_limits):
+async def test_an_output_of_another_class_is_a_fault_of_the_skill(make_engine):
     class Other(QuerySkill):
         name = "other"
 
         def new_output(self, request, context):
             return object()
 
-    config = RuntimeConfig(max_batch_size=3)
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, SkillRegistry([Other()])) as engine:
-        with pytest.raises(SkillFault, match="SkillOutput"):
-            await engine.submit("other", None, {"question": "a"}, GREEDY)
-        assert engine.places.held == 0
+    engine = make_engine(skills=[Other()])
+    with pytest.raises(SkillFault, match="SkillOutput"):
+        await engine.submit("other", None, {"question": "a"}, GREEDY)
+    assert engine.places.held == 0
 
 
 @pytest.mark.parametrize("broken", [BrokenControl, BrokenRule, BrokenOutput])
-async def test_a_broken_skill_fails_its_own_request_only(fake_limits, broken):
-    config = RuntimeConfig(max_batch_size=3)
-    skills = SkillRegistry([QuerySkill(), broken()])
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, skills) as engine:
-        bad = await engine.submit(broken.name, None, {"question": "a"}, GREEDY)
-        good = await engine.submit("query", None, {"question": "a"}, GREEDY)
-        with pytest.raises(RuntimeFailure):
-            await bad.result()
-        assert (await good.result()).output["answer"]
-        assert engine.num_requests == 0
+async def test_a_broken_skill_fails_its_own_request_only(make_engine, broken):
+    engine = make_engine(skills=[QuerySkill(), broken()])
+    bad = await engine.submit(broken.name, None, {"question": "a"}, GREEDY)
+    good = await engine.submit("query", None, {"question": "a"}, GREEDY)
+    with pytest.raises(RuntimeFailure):
+        await bad.result()
+    assert (await good.result()).output["answer"]
+    assert engine.num_requests == 0
 
 
 class Essay(QuerySkill):
@@ -110,15 +104,12 @@ class Demanding(QuerySkill):
         return False
 
 
-async def test_a_plug_in_names_its_own_argument_and_whether_a_model_can_do_it(fake_limits):
-    config = RuntimeConfig(max_batch_size=3)
-    skills = SkillRegistry([QuerySkill(), Essay(), Demanding()])
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, skills) as engine:
-        assert engine.info.skills == ("query", "essay")
-        with pytest.raises(ContextLengthError) as caught:
-            await engine.submit("essay", None, {"topic": "x" * 300})
-        assert caught.value.field == "topic"
+async def test_a_plug_in_names_its_own_argument_and_whether_a_model_can_do_it(make_engine):
+    engine = make_engine(skills=[QuerySkill(), Essay(), Demanding()])
+    assert engine.info.skills == ("query", "essay")
+    with pytest.raises(ContextLengthError) as caught:
+        await engine.submit("essay", None, {"topic": "x" * 300})
+    assert caught.value.field == "topic"
 
 
 def asking_for(rule, index):
@@ -148,24 +139,20 @@ def asking_for(rule, index):
     ],
 )
 async def test_a_rule_that_can_not_be_followed_fails_its_own_request_only(
-    fake_limits, rule, words, index
+    make_engine, fake_limits, rule, words, index
 ):
-    config = RuntimeConfig(max_batch_size=3)
-    skills = SkillRegistry([QuerySkill(), asking_for(rule, index)])
-    runtime = FakeRuntime(fake_limits, never_ends)
-    async with kestrel_engine.InferenceEngine(
-        config, fake_build(config, runtime), skills
-    ) as engine:
-        good = await engine.submit("query", None, {"question": "a"}, GREEDY)
-        bad = await engine.submit("asking", None, {"question": "a"}, GREEDY)
-        with pytest.raises(SkillFault) as caught:
-            await bad.result()
-        assert words in str(caught.value)
-        assert (await good.result()).output["answer"] == "aaaaaa"
-        assert engine.num_requests == 0
+    skills = [QuerySkill(), asking_for(rule, index)]
+    engine = make_engine(FakeRuntime(fake_limits, never_ends), skills=skills)
+    good = await engine.submit("query", None, {"question": "a"}, GREEDY)
+    bad = await engine.submit("asking", None, {"question": "a"}, GREEDY)
+    with pytest.raises(SkillFault) as caught:
+        await bad.result()
+    assert words in str(caught.value)
+    assert (await good.result()).output["answer"] == "aaaaaa"
+    assert engine.num_requests == 0
 
 
-async def test_a_prompt_beyond_the_vocabulary_is_refused(fake_limits):
+async def test_a_prompt_beyond_the_vocabulary_is_refused(make_engine):
     class Beyond(QuerySkill):
         name = "beyond"
 
@@ -174,12 +161,10 @@ async def test_a_prompt_beyond_the_vocabulary_is_refused(fake_limits):
                 super().build(arguments, settings, context), prompt_suffix=(51, 51200)
             )
 
-    config = RuntimeConfig(max_batch_size=3)
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, SkillRegistry([Beyond()])) as engine:
-        with pytest.raises(SkillFault, match="prompt holds 51200"):
-            await engine.submit("beyond", None, {"question": "a"}, GREEDY)
-        assert engine.num_requests == 0
+    engine = make_engine(skills=[Beyond()])
+    with pytest.raises(SkillFault, match="prompt holds 51200"):
+        await engine.submit("beyond", None, {"question": "a"}, GREEDY)
+    assert engine.num_requests == 0
 
 
 async def test_a_row_that_is_not_finite_fails_its_request_only(make_engine, fake_limits, caplog):
@@ -220,19 +205,17 @@ async def test_an_image_that_is_not_finite_fails_the_requests_about_it_and_is_en
     assert again.token_ids == good.token_ids and again.metrics.cached_tokens == 0
 
 
-async def test_a_skill_that_fails_to_begin_holds_nothing(fake_limits):
+async def test_a_skill_that_fails_to_begin_holds_nothing(make_engine):
     class Unborn(QuerySkill):
         name = "unborn"
 
         def new_output(self, request, context):
             raise ZeroDivisionError
 
-    config = RuntimeConfig(max_batch_size=3)
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, SkillRegistry([Unborn()])) as engine:
-        with pytest.raises(ZeroDivisionError):
-            await engine.submit("unborn", None, {"question": "a"}, GREEDY)
-        assert engine.num_requests == 0
+    engine = make_engine(skills=[Unborn()])
+    with pytest.raises(ZeroDivisionError):
+        await engine.submit("unborn", None, {"question": "a"}, GREEDY)
+    assert engine.num_requests == 0
 
 
 async def test_a_hung_device_fails_those_who_wait_and_tells_where_it_hangs(
@@ -338,10 +321,9 @@ class Spiteful:
         raise ValueError("no")
 
 
-async def test_an_observer_that_raises_disturbs_nobody(fake_limits, caplog):
-    config = RuntimeConfig(max_batch_size=3)
-    built = fake_build(config, FakeRuntime(fake_limits))
-    async with kestrel_engine.InferenceEngine(config, built, observer=Spiteful()) as engine:
-        assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
+async def test_an_observer_that_raises_disturbs_nobody(make_engine, caplog):
+    engine = make_engine(observer=Spiteful())
+    assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
+    await engine.shutdown()
     assert "the observer failed on a step" in caplog.text
     assert "the observer failed on request" in caplog.text

@@ -81,10 +81,6 @@ def test_few_rows_read_ahead(rows, monkeypatch):
     assert chosen[0].ahead == (rows < 3)
 
 
-def test_bytes_are_never_read_ahead():
-    assert not paged_decode_module.config_of(1, 64, torch.float8_e4m3fn).ahead
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("num_heads", "head_dim", "rotary"), [(4, 64, 32), (3, 24, 16), (1, 8, 4)])
 def test_shapes_that_are_no_powers_of_two(num_heads, head_dim, rotary, dtype):

@@ -66,15 +66,6 @@ def no_segment() -> int:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-async def test_an_image_right_after_another_has_its_own_crops(make_pool):
-    """The decoder gets the segment for the second one before its timer ends."""
-    pool = make_pool()
-    found = [await pool.prepare(pixels(seed)) for seed in range(3)]
-    for seed, each in enumerate(found):
-        expected = cut_crops(open_image(pixels(seed), LIMITS), VISION)
-        assert np.array_equal(each.image.crops, expected.crops)
-
-
 async def test_a_split_image_has_the_same_crops(make_pool):
     pool = make_pool(3)
     data = png(850, 600)

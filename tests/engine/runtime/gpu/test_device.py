@@ -62,11 +62,6 @@ def test_an_older_card_is_refused_by_name(card, capability):
     assert f"card {capability[0]}{capability[1]} of compute capability" in str(caught.value)
 
 
-def test_a_cpu_is_not_asked(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("asked"))
-    require_supported(torch.device("cpu"))
-
-
 def test_libraries_that_are_there_absent_and_broken(tmp_path, monkeypatch, caplog):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "kestrel_has_version.py").write_text("__version__ = '1.2'")

@@ -195,15 +195,6 @@ def test_prompts_with_several_images_among_others(both, chunk):
     assert len({tuple(t.id for t in tokens) for tokens in wanted.values()}) == 5
 
 
-@pytest.mark.slow
-def test_a_prompt_with_several_images_alone_says_what_it_says_among_others(both):
-    config, _, tested = both
-    together = answers(tested, with_several_images(config))
-    for number in range(3):
-        alone = answers(tested, [with_several_images(config)[number]])
-        assert [t.id for t in alone[number]] == [t.id for t in together[number]]
-
-
 @pytest.mark.slow_with("moondream2")
 def test_sampled_rows_draw_what_the_reference_draws(both):
     def make(config):

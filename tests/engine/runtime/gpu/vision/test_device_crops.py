@@ -100,17 +100,7 @@ def test_sizes_of_every_kind(size):
     assert_equal_crops([noise(width, height)], SMALL)
 
 
-@pytest.mark.parametrize(
-    ("vision", "count"),
-    [
-        (TINY, 1),
-        (SMALL, 8),
-        *(
-            pytest.param(vision, count, marks=pytest.mark.slow)
-            for vision, count in ((FULL, 1), (TINY, 2), (SMALL, 20))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("vision", "count"), [(TINY, 1), (SMALL, 8)])
 def test_random_sizes(vision, count):
     check_random_sizes(np.random.default_rng(count), vision, count=count)
 
