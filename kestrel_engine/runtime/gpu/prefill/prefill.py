@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,9 +119,10 @@ class Prefill:
                 none = self._upload_slabs([None], [count])
                 self._text.prefill(x, places, slots, _no_attention, *pool, adapters=none)
 
-    def capture(self, progress: Progress | None) -> None:
+    def capture(self, progress: Progress | None, pool: Any) -> None:
+        """``pool``: as of PrefillGraphs."""
         if self._graphs is not None:
-            self._graphs.capture(progress)
+            self._graphs.capture(progress, pool)
 
     def close(self) -> None:
         if self._graphs is not None:
