@@ -93,7 +93,7 @@ class InferenceEngine(SkillCalls):
         """What this engine serves."""
         self.skills: tuple[SkillDescription, ...] = skills.descriptions(built.model)
         """What each of ``info.skills`` takes."""
-        sizes = config.sizes(cuda=built.info.device.startswith("cuda"))
+        sizes = built.sizes
         self._aio = asyncio.get_running_loop()
         self._open = OpenRequests(self.info.model, observer, self._note_idle)
         self._delivery = DeliveryThread(
@@ -178,8 +178,7 @@ class InferenceEngine(SkillCalls):
         except RuntimeFailure as error:
             await engine.shutdown(grace_s=0)
             if error.out_of_memory:
-                batch_size = config.sizes(cuda=built.info.device.startswith("cuda")).max_batch_size
-                raise out_of_memory(config, batch_size, str(error)) from error
+                raise out_of_memory(config, built.sizes.max_batch_size, str(error)) from error
             raise
         except BaseException:
             await engine.shutdown(grace_s=0)

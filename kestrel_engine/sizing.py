@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from .config.dtypes import PRECISIONS
 from .config.runtime import RuntimeConfig
+from .config.sizes import SMALLER_CUDA_SIZES
 from .errors import KestrelError
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ def fit(
     opened = opened or open_model(config)
     model, device = opened.config, torch.device("cuda")
     dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, str(config.dtype))
-    sizes = config.sizes(cuda=True)
     page_size = page_size_of(config, model)
     cache_dtype = EIGHT_BITS if config.kv_cache_dtype == "fp8" else dtype
     page_bytes = bytes_per_page(model.text, page_size, cache_dtype)
@@ -82,24 +82,27 @@ def fit(
         raise InsufficientMemoryError(
             f"the weights take {weights / GIB:.1f} GiB and the CUDA context {CONTEXT_BYTES / GIB:.1f} GiB"
         )
-    reserve = reserve_of(config, model, dtype, sizes, four_bits=opened.is_in_four_bits(narrow))
-    reserve += config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
-    pool = plan_pool(
-        free,
-        reserve,
-        page_bytes,
-        config,
-        model,
-        page_size=page_size,
-        max_batch_size=sizes.max_batch_size,
-    )
+    four_bits = opened.is_in_four_bits(narrow)
+    more = config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
+    for rung in range(len(SMALLER_CUDA_SIZES)):
+        sizes = config.sizes(cuda=True, rung=rung)
+        reserve = more + reserve_of(config, model, dtype, sizes, four_bits=four_bits)
+        batch = sizes.max_batch_size
+        try:
+            pool = plan_pool(
+                free, reserve, page_bytes, config, model, page_size=page_size, max_batch_size=batch
+            )
+            break
+        except InsufficientMemoryError:
+            if rung == len(SMALLER_CUDA_SIZES) - 1:
+                raise
     return Fit(
         weights_bytes=weights,
         reserve_bytes=reserve,
         pool_bytes=pool.num_pages * page_bytes,
         num_pages=pool.num_pages,
         page_size=page_size,
-        max_batch_size=sizes.max_batch_size,
+        max_batch_size=batch,
         max_seq_length=pool.max_seq_length,
         full_sequences=pool.num_pages // -(-pool.max_seq_length // page_size),
         images=pool.num_pages * page_size // model.image_prefix,

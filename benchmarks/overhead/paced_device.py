@@ -144,7 +144,8 @@ def paced_build(
         torch_version="",
     )
     runtime = PacedRuntime(limits, model.ids, step_s=step_s, staging_s=staging_s, crop_s=crop_s)
-    return Built(runtime, model, Tokenizer.from_file(TOKENIZER), info)
+    sizes = config.sizes(cuda=False)
+    return Built(runtime, model, Tokenizer.from_file(TOKENIZER), info, sizes)
 
 
 def _plain_tokens() -> list[tuple[int, str]]:

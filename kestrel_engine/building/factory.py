@@ -20,6 +20,7 @@ from .. import clock
 from ..adapters.library import AdapterLibrary
 from ..adapters.lora import LoRA
 from ..config.runtime import RuntimeConfig
+from ..config.sizes import Sizes
 from ..errors import ConfigError
 from ..runtime.protocol import Runtime
 from ..skills.base import TextCodec
@@ -42,7 +43,7 @@ from .device import (
 )
 from .files import adapter_origins, kernel_cache_folder, read_calibration
 from .kv_pool import check_pool, out_of_memory
-from .room import Plan, check_room
+from .room import Plan, fitted
 from .runtimes import runtime_of
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Built:
     model: ModelConfig
     codec: TextCodec
     info: EngineInfo
+    sizes: Sizes
     compiling: CompileMeter | None = None
     """Counts compiled kernels; None if no kernels are compiled."""
     device_pixels: int = 0
@@ -198,6 +200,7 @@ def _build(
             refiner = _refiner(opened, plan)
             if early is not None:
                 early.wait(progress)
+            plan = fitted(plan, refiner)
             runtime, capture_s = runtime_of(plan, weights.tensors, refiner, opened.name)
             upload = None if origins is None else _adapter_upload(config, device, slabs)
             built_s = clock.now() - read_at
@@ -223,6 +226,7 @@ def _build(
         model,
         codec,
         info,
+        plan.sizes,
         compiling=compiling,
         device_pixels=DEVICE_PIXELS if kernels else 0,
         calibration=weights.calibration,
@@ -239,7 +243,7 @@ def _load(plan: Plan, opened: OpenedModel) -> _Weights:
 
     config, device, dtype = plan.config, plan.device, plan.dtype
     keep_fp8 = keeps_fp8(config, device, plan.kernels)
-    check_room(plan, opened.weight_bytes(dtype, device, keep_fp8=keep_fp8, narrow=plan.narrow))
+    fitted(plan, None, opened.weight_bytes(dtype, device, keep_fp8=keep_fp8, narrow=plan.narrow))
     began = clock.now()
     loaded = load_weights(
         opened,

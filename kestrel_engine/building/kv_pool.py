@@ -62,11 +62,13 @@ def plan_pool(
         if room is not None:
             pages = min(pages, int(room * share) // page_bytes)
         if pages * page_size < least_positions(model):
+            lower = "use a narrower --precision, or a device with more memory"
+            if max_batch_size > 1:
+                lower = f"lower --max-batch-size (now {max_batch_size}) or --step-crops, or {lower}"
             raise InsufficientMemoryError(
                 f"the weights leave {size_text(free_bytes or 0)} and computing needs {size_text(reserve_bytes)} of "
                 f"them; {share:.0%} of the rest hold {pages} pages of the KV cache, but an image takes "
-                f"{model.image_prefix // page_size} pages of {page_bytes} bytes, and its prompt some more; lower "
-                f"--max-batch-size (now {max_batch_size}) or --step-crops, or use a narrower --precision"
+                f"{model.image_prefix // page_size} pages of {page_bytes} bytes, and its prompt some more; {lower}"
             )
     elif room is not None and pages * page_bytes > room:
         raise InsufficientMemoryError(

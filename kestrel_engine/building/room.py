@@ -5,17 +5,20 @@ gpu/footprint.py has the bytes of passes and buffers, claims.py what other model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..config.runtime import RuntimeConfig
-from ..config.sizes import Sizes
+from ..config.sizes import SMALLER_CUDA_SIZES, Sizes
 from ..errors import InsufficientMemoryError
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
 from .claims import CLAIMS
 from .kv_pool import CACHED_CONTEXTS, CUDA_SHARE, Pool, page_size_of, plan_pool, size_text
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +53,12 @@ class Plan:
     """As in checkpoint.weights.rounding."""
     four_bits: bool = False
     """Weights of the text decoder are in 4 bits."""
+    rung: int = 0
+    """That of SMALLER_CUDA_SIZES, for a device without room for the usual sizes."""
 
     @cached_property
     def sizes(self) -> Sizes:
-        return self.config.sizes(cuda=self.device.type == "cuda")
+        return self.config.sizes(cuda=self.device.type == "cuda", rung=self.rung)
 
     @cached_property
     def page_size(self) -> int:
@@ -92,9 +97,9 @@ def _bytes_of_one(model: ModelConfig, itemsize: int) -> int:
 def most_crops(sizes: Sizes) -> int:
     """Crops that the vision tower encodes at once: those of the largest step, up to the size of a pass."""
     from ..runtime.gpu.attention.patches import BATCHES
-    from ..scheduler.budget import StepBudget
+    from ..scheduler.budget import IDLE_SCALE
 
-    return min(sizes.step_crops * StepBudget(crops=sizes.step_crops).idle_scale, BATCHES[-1])
+    return min(sizes.step_crops * IDLE_SCALE, BATCHES[-1])
 
 
 def reserve_of(
@@ -108,6 +113,7 @@ def reserve_of(
     """Bytes that GpuRuntime and its adapters need beside weights and pool, with the largest steps that the scheduler
     makes."""
     from ..runtime.gpu.footprint import reserve_bytes
+    from ..scheduler.budget import IDLE_SCALE
 
     reserve = reserve_bytes(
         model,
@@ -118,14 +124,37 @@ def reserve_of(
         adapters=config.has_adapters,
         max_seq_length=config.max_seq_length or model.text.max_context,
         four_bits=four_bits,
+        # The prefix of an image is not divided.
+        step_positions=max(sizes.step_prefill_positions * IDLE_SCALE, model.image_prefix),
     )
     return reserve + (config.adapter_cache_bytes if config.has_adapters else 0)
 
 
-def check_room(plan: Plan, weights_bytes: int) -> None:
-    """Raises InsufficientMemoryError if the device has no room for weights, runtime and the smallest KV cache, before
-    any of them is there. The message says what other models of this process hold."""
-    plan_of_pool(plan, None, weights_bytes)
+def fitted(plan: Plan, refiner: Refiner | None, weights_bytes: int = 0) -> Plan:
+    """Returns ``plan`` with the largest default sizes for which the device has room. Sizes that are set stay.
+
+    ``weights_bytes``: of weights that the device does not hold yet. Raises InsufficientMemoryError if there is no room
+    for the smallest ones. The message says what other models of this process hold.
+    """
+    rungs = len(SMALLER_CUDA_SIZES) if plan.kernels else 1
+    for rung in range(rungs):
+        smaller = replace(plan, rung=rung)
+        try:
+            plan_of_pool(smaller, refiner, weights_bytes)
+        except InsufficientMemoryError:
+            if rung == rungs - 1:
+                raise
+            continue
+        if rung:
+            sizes = smaller.sizes
+            logger.info(
+                "the room on %s takes --max-batch-size %d and --step-crops %d",
+                plan.device,
+                sizes.max_batch_size,
+                sizes.step_crops,
+            )
+        return smaller
+    raise AssertionError("unreachable")
 
 
 def beside_weights(plan: Plan, refiner: Refiner | None) -> tuple[int, int]:
@@ -138,13 +167,13 @@ def beside_weights(plan: Plan, refiner: Refiner | None) -> tuple[int, int]:
     needed = staying = 0
     if plan.kernels:
         needed = reserve_of(config, model, dtype, plan.sizes, four_bits=plan.four_bits)
-        staying = staying_bytes(model, config.fp8_gemms)
+        staying = staying_bytes(model, config.fp8_gemms, most_crops(plan.sizes))
         staying += config.adapter_cache_bytes if config.has_adapters else 0
     elif plan.device.type == "cuda":
         # Plain operators keep what the kernels fuse away.
         batch = plan.sizes.max_batch_size
         needed = 2 * reserve_bytes(model, dtype, max_batch_size=batch, max_crops=PLAIN_CROPS)
-        staying = 2 * staying_bytes(model, "off")
+        staying = 2 * staying_bytes(model, "off", PLAIN_CROPS)
     caches = config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
     if refiner is not None:
         # The activations of the masks that one step refines.

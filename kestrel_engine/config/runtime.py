@@ -73,11 +73,15 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
         """Whether requests may name adapters."""
         return self.adapters_dir is not None or self.adapter_sources.downloads
 
-    def sizes(self, *, cuda: bool) -> Sizes:
-        """Returns the fields that may be None, with the defaults of the device. Read these fields only here."""
+    def sizes(self, *, cuda: bool, rung: int = 0) -> Sizes:
+        """Returns the fields that may be None, with the defaults of the device. Read these fields only here.
+
+        ``rung``: of the defaults for devices with less memory (SMALLER_CUDA_SIZES).
+        """
         values = {f.name: getattr(self, f.name) for f in fields(Sizes)}
         chosen = {name: value for name, value in values.items() if value is not None}
-        return replace(default_sizes(cuda=cuda, itl_target_ms=self.itl_target_ms), **chosen)
+        defaults = default_sizes(cuda=cuda, itl_target_ms=self.itl_target_ms, rung=rung)
+        return replace(defaults, **chosen)
 
     def _take(self, paths: ModelPaths) -> None:
         """Sets ``model_path`` and ``tokenizer_path``. Raises ConfigError if one is given twice."""

@@ -45,6 +45,10 @@ While new images arrive, the gaps between tokens are 50 to 80 ms. With 30 tokens
 ``preprocess_threads`` grows with the number of processors, up to MOST_PREPROCESS_THREADS."""
 
 
+SMALLER_CUDA_SIZES = ((64, 48), (32, 24), (16, 12), (8, 6), (4, 2), (2, 1), (1, 1))
+"""Values of ``max_batch_size`` and ``step_crops`` for devices with less and less memory. Activations fall with both.
+``step_prefill_positions`` falls with the crops."""
+
 MOST_PREPROCESS_THREADS = 8
 
 
@@ -54,18 +58,22 @@ LEAST_CROPS = 8
 """Steps with fewer would use a GPU poorly."""
 
 
-def default_sizes(*, cuda: bool, itl_target_ms: float = USUAL_ITL_TARGET_MS) -> Sizes:
+def default_sizes(
+    *, cuda: bool, itl_target_ms: float = USUAL_ITL_TARGET_MS, rung: int = 0
+) -> Sizes:
     """The defaults of a device. On CUDA, ``preprocess_threads`` grows with the number of processors, and steps hold
     less new work for a lower ``itl_target_ms``: a token waits for a step, or for its kernels. A GEMM over 48 crops
-    holds all multiprocessors of an H100 for half a millisecond."""
+    holds all multiprocessors of an H100 for half a millisecond. ``rung``: of SMALLER_CUDA_SIZES."""
     if not cuda:
         return _CPU_SIZES
     threads = min(max(_processors() - 2, 2), MOST_PREPROCESS_THREADS)
     share = min(1.0, itl_target_ms / USUAL_ITL_TARGET_MS)
-    crops = max(LEAST_CROPS, round(share * _CUDA_SIZES.step_crops))
+    batch, most = SMALLER_CUDA_SIZES[rung]
+    crops = min(most, max(LEAST_CROPS, round(share * _CUDA_SIZES.step_crops)))
     positions = _CUDA_SIZES.step_prefill_positions * crops // _CUDA_SIZES.step_crops
     return replace(
         _CUDA_SIZES,
+        max_batch_size=batch,
         step_crops=crops,
         step_prefill_positions=positions,
         preprocess_threads=threads,

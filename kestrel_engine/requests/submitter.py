@@ -59,7 +59,7 @@ class Submitter:
         self._lora = built.lora
         self._lifetime = lifetime
         self.unsubmitted = Unsubmitted(on_end)
-        sizes = config.sizes(cuda=built.info.device.startswith("cuda"))
+        sizes = built.sizes
         self.places = QueuePlaces(config.max_queue, sizes.max_batch_size)
         self.seeds = Seeds(config.seed)
         self._check = RequestCheck(config, built, skills, self.seeds)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+IDLE_SCALE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBudget:
@@ -18,7 +20,7 @@ class StepBudget:
 
     prefill_positions: int = 768
     crops: int = 3
-    idle_scale: int = 8
+    idle_scale: int = IDLE_SCALE
     pause: float = 0.0
     """Number of steps that only decode after a step that used its whole allowance for new work. Fewer steps pause if
     the step used less, or if sequences wait. Work that arrives during the pause is computed together, which is faster

@@ -62,7 +62,7 @@ def fake_build(config: RuntimeConfig, runtime: FakeRuntime, family: str = "moond
         max_queue=config.max_queue,
         torch_version="",
     )
-    return Built(runtime, model, ByteCodec(), info)
+    return Built(runtime, model, ByteCodec(), info, config.sizes(cuda=False))
 
 
 def never_ends(fed: tuple[Token, ...]) -> int:

@@ -78,19 +78,45 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
 ) -> None:
     runtime = fake()
     CLAIMS.add(runtime, claim_of("first", CARD, 59 * GIB, lambda: 3 * GIB // 2))
-    room.check_room(plan(), WEIGHTS)
+    room.fitted(plan(), None, WEIGHTS)
     card["bytes"] = 5 * GIB
     with pytest.raises(InsufficientMemoryError) as caught:
-        room.check_room(plan(), WEIGHTS)
+        room.fitted(plan(), None, WEIGHTS)
     assert "the weights take 4.00 GiB, and 3.50 GiB are available on cuda:0" in str(caught.value)
     held = "; on cuda:0, first holds 59.00 GiB and may take 1.50 GiB more"
     assert str(caught.value).endswith(held)
     card["bytes"] = 6 * GIB
     with pytest.raises(InsufficientMemoryError, match=r"the weights leave 0\.50 GiB and computing"):
-        room.check_room(plan(), WEIGHTS)
+        room.fitted(plan(), None, WEIGHTS)
     card["bytes"] = 20 * GIB
     with pytest.raises(InsufficientMemoryError, match=r"lower --kv-cache-gib to at most .*; on cu"):
-        room.check_room(plan(kv_cache_gib=15.0), WEIGHTS)
+        room.fitted(plan(kv_cache_gib=15.0), None, WEIGHTS)
+
+
+def test_a_small_card_gets_smaller_steps(card: dict[str, int]) -> None:
+    gc.collect()  # Models of other tests.
+    weights = 1990 << 20  # Moondream 2's in 4 bits.
+    assert room.fitted(plan(), None, weights).sizes == RuntimeConfig().sizes(cuda=True)
+    card["bytes"] = 3 * GIB
+    sizes = room.fitted(plan(), None, weights).sizes
+    assert (sizes.max_batch_size, sizes.step_crops) == (2, 1)
+    assert room.fitted(plan(max_batch_size=3), None, weights).sizes.max_batch_size == 3
+    with pytest.raises(InsufficientMemoryError, match=r"lower --max-batch-size \(now 64\) or --st"):
+        room.fitted(plan(max_batch_size=64, step_crops=48), None, weights)
+    card["bytes"] = 5 * GIB // 2
+    with pytest.raises(InsufficientMemoryError, match="more; use a narrower --precision, or a de"):
+        room.fitted(plan(), None, weights)
+
+
+def test_a_limit_on_the_memory_of_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"mem_get_info": (60 * GIB, 80 * GIB), "memory_reserved": GIB, "is_initialized": True}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for share, free in ((1.0, 60), (0.5, 39), (0.8, 60), (0.01, 0)):
+        monkeypatch.setattr(
+            torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share
+        )
+        assert memory.device_available(CARD) == free * GIB
 
 
 def test_plain_operators_on_a_card_need_more(card: dict[str, int]) -> None:

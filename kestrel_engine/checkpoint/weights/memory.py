@@ -24,11 +24,18 @@ def require_memory(needed_bytes: int, device: torch.device, *, what: str) -> Non
 
 
 def device_available(device: torch.device) -> int | None:
-    """Returns the bytes that are available on a device; None if the platform does not report them."""
+    """Returns the bytes that are available on a device; None if the platform does not report them.
+
+    A limit on torch's memory in this process (torch.cuda.set_per_process_memory_fraction) counts.
+    """
     if device.type == "cuda":
         import torch
 
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            share = torch.cuda.get_per_process_memory_fraction(device)
+            if share < 1:
+                free = min(free, max(0, int(share * total) - torch.cuda.memory_reserved(device)))
         return free
     return host_available()
 

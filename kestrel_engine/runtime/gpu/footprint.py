@@ -28,8 +28,9 @@ SHRUNK_INPUTS, SHRUNK_BYTES = 1024, 512
 """The inputs of a layer whose products with the A of adapters are one sum, and the bytes of a row of these sums, as in
 kernels.adapters.rows, which needs Triton."""
 
-FIXED_BYTES = 768 << 20
-"""Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers."""
+FIXED_BYTES, CROP_BYTES = 256 << 20, 8 << 20
+"""Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers, and
+for each crop of the largest pass."""
 
 
 def reserve_bytes(
@@ -42,27 +43,31 @@ def reserve_bytes(
     adapters: bool = False,
     max_seq_length: int = PASS_POSITIONS,
     four_bits: bool = False,
+    step_positions: int = PASS_POSITIONS,
 ) -> int:
-    """Returns the peak bytes of passes over at most PASS_POSITIONS positions and ``max_crops`` crops, and of persistent
-    buffers. ``adapters``: images may have adapters. ``four_bits``: the text decoder's weights are in 4 bits.
+    """Returns the peak bytes of passes over at most ``step_positions`` positions, in parts of up to PASS_POSITIONS, and
+    ``max_crops`` crops, and of persistent buffers. ``adapters``: images may have adapters. ``four_bits``: the text
+    decoder's weights are in 4 bits.
 
     The result includes the FP8 copies of weights for ``fp8_gemms`` (see RuntimeConfig).
     """
     vision = _vision(config, max_crops, fp8=fp8_gemms in FP8_VISION)
-    positions = min(PASS_POSITIONS, max_batch_size * max_seq_length)
+    positions = min(PASS_POSITIONS, max_batch_size * max_seq_length, step_positions)
     prefill = _prefill(config, positions, fp8=fp8_gemms in FP8_PREFILL, four_bits=four_bits)
     passes = max(vision, prefill) * dtype.itemsize
     logits = 4 * max_batch_size * config.text.vocab_size * 4
     images = min(64, 16 + 8 * max_batch_size)
     embeddings = images * config.image_positions * config.text.dim * dtype.itemsize
     shrunk = _shrunk(config, max_crops) if adapters else 0
-    return int((passes + logits + embeddings) * 1.1) + shrunk + staying_bytes(config, fp8_gemms)
+    staying = staying_bytes(config, fp8_gemms, max_crops)
+    return int((passes + logits + embeddings) * 1.1) + shrunk + staying
 
 
-def staying_bytes(config: ModelConfig, fp8_gemms: str) -> int:
+def staying_bytes(config: ModelConfig, fp8_gemms: str, max_crops: int) -> int:
     """Returns the part of ``reserve_bytes`` that a running model has taken. Its passes take the rest and give it
     back."""
-    return fp8_weight_bytes(config, fp8_gemms) + ARENA_BYTES + FIXED_BYTES
+    fixed = FIXED_BYTES + CROP_BYTES * max_crops
+    return fp8_weight_bytes(config, fp8_gemms) + ARENA_BYTES + fixed
 
 
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
@@ -98,7 +103,8 @@ def _vision(config: ModelConfig, max_crops: int, *, fp8: bool) -> int:
     encoder = max_crops * vision.grid**2 * (8 * vision.enc_dim + vision.enc_ff_dim)
     if fp8:
         encoder += max_crops * vision.grid**2 * (vision.enc_dim + vision.enc_ff_dim // 2)
-    projector = 16 * vision.grid**2 * (2 * vision.enc_dim + vision.proj_inner_dim)
+    inner = 2 * vision.enc_dim + vision.proj_inner_dim + vision.proj_out_dim
+    projector = min(16, max_crops) * vision.grid**2 * inner
     return max(encoder, projector) + max_crops * 3 * vision.crop_size**2
 
 

@@ -204,7 +204,10 @@ class Parts:
         if options.adapt_vision and options.adapters is not None and anchor is not None:
             changes = options.adapters, anchor
         fp8 = options.fp8_gemms in FP8_VISION
-        return FusedVision(self._config.vision, tensors, fp8=fp8, adapters=changes)
+        # The projector takes as much memory for an image as the tower for a crop.
+        return FusedVision(
+            self._config.vision, tensors, fp8=fp8, adapters=changes, most_images=options.max_crops
+        )
 
     def _prefill_graphs(self) -> PrefillGraphs | None:
         """Returns the captured passes, if they are used. On a CPU, the same passes run without capture, for tests."""

@@ -79,7 +79,8 @@ def even_size(count: int, limit: int) -> int:
 class FusedVision:
     """The vision tower. ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of
     the computation. ``fp8``: the blocks compute in FP8, with FP8 copies of their weights. ``adapters``: the layout of
-    adapters' slabs and the anchor of these; None if images have no adapters.
+    adapters' slabs and the anchor of these; None if images have no adapters. ``most_images``: those of one pass of the
+    projector, at most MAX_IMAGES.
 
     Raises ConfigError for shapes that do not support FP8.
     """
@@ -91,8 +92,9 @@ class FusedVision:
         *,
         fp8: bool = False,
         adapters: tuple[SlabLayout, Tensor] | None = None,
+        most_images: int = MAX_IMAGES,
     ) -> None:
-        self.config = config
+        self.config, self._most_images = config, most_images
         self._patch_weight = tensors[PADDED_PATCHES]
         require_exact(self._patch_weight.dtype)
         self._positions = tensors["vision.pos_emb"]
@@ -272,8 +274,9 @@ class FusedVision:
         ``adapters``: those of the images; empty if no image has one.
         """
         embeddings: list[Tensor] = []
-        for first in range(0, len(images), MAX_IMAGES):
-            last = first + MAX_IMAGES
+        size = min(self._most_images, MAX_IMAGES)
+        for first in range(0, len(images), size):
+            last = first + size
             embeddings += self._embed_pass(images[first:last], adapters[first:last])
         return embeddings
 
