@@ -82,6 +82,21 @@ async def test_an_endless_body_of_a_stranger_is_not_read(http):
     assert served.server.guard.held_bytes == 0
 
 
+async def test_a_refusal_reaches_a_client_that_goes_on_sending(http):
+    """A server that closes at once resets the connection, and many clients then report a broken pipe."""
+    served, _ = await http(server_config={"security": SecurityConfig(api_key="k" * 40)})
+    reader, writer = await connect(served)
+    writer.write(HEAD + b"content-length: 600000\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 401 ")
+    for _ in range(6):
+        writer.write(b" " * 100_000)
+        await writer.drain()
+    assert b"credentials_missing" in await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    assert served.server.guard.held_bytes == 0
+
+
 async def test_an_endless_body_is_cut_at_the_limit(http):
     served, _ = await http(server_config={"max_message_bytes": 1_000_000})
     _reader, writer = await connect(served)

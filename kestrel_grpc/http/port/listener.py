@@ -40,6 +40,9 @@ _REQUEST_S, _HEADER_S, _BYTE_S = 0.6e-3, 15e-6, 0.2e-6
 cheapest requests need half of it, so that strangers who send them without end leave half of the loop to others."""
 _BURST_S = 0.05
 """Seconds of turns that a port which had none lately gives at once: callers often come together."""
+_LINGER_S, _LINGER_BYTES = 1.0, 1024 * 1024
+"""How much of a request that was refused unread is received and dropped. A closed connection resets the client, and
+many clients then report a broken pipe in place of the refusal, which they have not read yet."""
 _BACKLOG = 512
 
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # It warns of each malformed request.
@@ -59,6 +62,40 @@ class _Turns:
         cost_s = _REQUEST_S + head.count(b"\n") * _HEADER_S + len(head) * _BYTE_S
         self._free_at = turn_at + cost_s
         return max(turn_at, now)
+
+
+class _Lingering:
+    """A connection's transport, which goes on receiving for a moment if it is closed before a request has arrived.
+    ``is_incomplete``: whether the request has not arrived."""
+
+    def __init__(self, transport: asyncio.Transport, is_incomplete: Callable[[], bool]) -> None:
+        self._transport, self._is_incomplete = transport, is_incomplete
+        self._left: int | None = None
+        """Bytes that may still be dropped; None until then."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._left is not None or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not self._is_incomplete() or not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        self._left = _LINGER_BYTES
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
+
+    def drop(self, num_bytes: int) -> None:
+        """Bytes have arrived after ``close``."""
+        if self._left is not None:
+            self._left -= num_bytes
+            if self._left < 0:
+                self._transport.abort()
 
 
 class _Connection(H11Protocol, asyncio.BufferedProtocol):
@@ -86,7 +123,8 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.number is None or self._has_ended:
             transport.abort()
             return
-        super().connection_made(transport)
+        lingering: Any = _Lingering(transport, self._awaits_body)
+        super().connection_made(lingering)
         self._framing = RequestFraming(self.accepts_host)
         found = transport.get_extra_info("socket")
         is_tcp = found is not None and found.family != socket.AF_UNIX
@@ -112,10 +150,15 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
         elif not self.transport.is_closing():
             self._framing.feed(data)
             self._go_on()
+        else:
+            cast(Any, self.transport).drop(len(data))
+
+    def _awaits_body(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:
+        if self._awaits_body():
             self.transport.close()  # The handler does not read the request's body.
         elif not self.transport.is_closing():
             self._go_on()
