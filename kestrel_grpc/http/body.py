@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import cast
 
 from kestrel_engine import InvalidRequest
@@ -12,7 +13,8 @@ from ..edge.calls.call import CallLimit
 from ..edge.failures.errors import NotServed, SlowSender, UnsupportedBody
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.guard import Guard
-from ..security.admission.message_room import Hold
+from ..security.admission.message_room import Hold, MessageLimits
+from ..security.connections.connection_guard import ConnectionUse
 from .context import Receive, Scope
 
 BODY_COPIES = 4
@@ -25,7 +27,7 @@ class Bodies:
     """The bodies of all requests of a port."""
 
     def __init__(self, guard: Guard) -> None:
-        self._reads = CallLimit(
+        self.reads = CallLimit(
             guard.limits.read_s,
             lambda s: SlowSender(f"the request's body did not arrive within {s:g} s"),
         )
@@ -41,14 +43,13 @@ class Bodies:
     ) -> bytearray:
         """``types``: content types, of which the body has one. ``encoding``: the header that may say that the message
         is compressed. Raises MessageTooLarge, MessagesFull, SlowSender, InvalidRequest, UnsupportedBody, NotServed."""
-        _check_type(types, scope["headers"])
-        grows = _is_compressed(scope["headers"], encoding)
+        grows = check_head(types, scope, encoding)
         declared = content_length(scope["headers"])
         if declared is not None:
             self._check_size(declared)
         expected = self._largest if declared is None else declared
         await hold.reserve(BODY_COPIES * (self._largest if grows else expected))
-        body = await self._reads.within(self._pull(receive, expected))
+        body = await self.reads.within(self._pull(receive, expected))
         hold.arrived(len(body))
         return cast(bytearray, body)
 
@@ -71,6 +72,23 @@ class Bodies:
             raise MessageTooLarge(
                 "", f"the body has {num_bytes} bytes or more, the limit is {self._largest}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A body that is read message by message, while its call is answered. ``pulls``: limits the time for a message."""
+
+    receive: Receive
+    hold: Hold
+    limits: MessageLimits
+    pulls: CallLimit
+    use: ConnectionUse
+
+
+def check_head(types: Collection[bytes], scope: Scope, encoding: bytes) -> bool:
+    """Checks the headers of a body, as ``Bodies.read`` has them. Returns whether its messages may be compressed."""
+    _check_type(types, scope["headers"])
+    return _is_compressed(scope["headers"], encoding)
 
 
 def _check_type(types: Collection[bytes], headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -21,7 +21,7 @@ from ..edge.calls.call import Call, Context
 from ..edge.calls.current import current
 from ..edge.failures.errors import SlowReader
 from ..security.admission.message_room import COPIES, Hold
-from .body import BODY_COPIES, Bodies, content_length
+from .body import BODY_COPIES, Arriving, Bodies, check_head, content_length
 from .context import HttpContext, Receive, Scope, Send
 from .fetching import Addresses, ImageFetcher
 from .fields import Fields, json_fields
@@ -59,6 +59,8 @@ class Endpoint:
     """Reads the fields of a JSON object; with ``is_raw``, the request's scope and body."""
     is_raw: bool = False
     takes_body: bool = True
+    pulls: bool = False
+    """Whether ``read`` gets an Arriving in place of the body, and returns an iterator over its messages."""
     types: Collection[bytes] = (JSON,)
     """Content types of the body. b"": the type may be missing, except in requests of web pages."""
     encoding: bytes = b""
@@ -110,6 +112,14 @@ class _Exchange:
 
     async def read(self, call: Call, hold: Hold) -> Any:
         endpoint, scope = self._endpoint, self._scope
+        if endpoint.pulls:
+            check_head(endpoint.types, scope, endpoint.encoding)
+            life = self._edge.life
+            arriving = Arriving(
+                self._receive, hold, life.guard.messages, self._edge.bodies.reads, call.use
+            )
+            self._service_call = endpoint.read(scope, arriving)
+            return self._service_call.message
         body = bytearray()
         if endpoint.takes_body:
             body = await self._edge.bodies.read(
@@ -150,7 +160,11 @@ class _Exchange:
     async def answer(self, call: Call, request: Any) -> None:
         (service_call, self._service_call), context = (self._service_call, None), call.context
         assert service_call is not None, "read() comes first"
-        async with _cancelled_with(self._receive), _deadline(context.time_remaining()):
+        # What pulls the body notices by itself that the client disconnects.
+        leaves = (
+            contextlib.nullcontext() if self._endpoint.pulls else _cancelled_with(self._receive)
+        )
+        async with leaves, _deadline(context.time_remaining()):
             response = await service_call.behaviour(request, context)
             if service_call.events is None:
                 body = service_call.answer(response)

@@ -33,7 +33,7 @@ from ...security.connections.connection_guard import ConnectionUse
 from ..calls.call import CallLimit
 from ..failures.errors import NoMessage
 
-_EOF: Any = cast(Any, grpc.aio).EOF
+EOF: Any = cast(Any, grpc.aio).EOF
 _A_MOMENT_S = 0.05
 """Seconds to wait after the end of a call's messages, because a cancellation arrives a moment later."""
 MAX_RATIO = 32
@@ -84,7 +84,7 @@ class Incoming:
         """The message of a method with one request. Later messages are not read. Raises MessagesFull, MessageTooLarge,
         NoMessage, SlowSender, InvalidRequest."""
         data = await self._pull()
-        if data is _EOF:
+        if data is EOF:
             await asyncio.sleep(_A_MOMENT_S)
             raise NoMessage("the call ended without a request message; the method needs one")
         return await self._message(data)
@@ -92,7 +92,7 @@ class Incoming:
     async def all(self) -> AsyncIterator[Any]:
         """The messages of a method with a stream of requests. The memory of a message is reserved until the next one is
         read. Raises the same errors as ``only``."""
-        while (data := await self._pull()) is not _EOF:
+        while (data := await self._pull()) is not EOF:
             message = await self._message(data)
             del data
             yield message
@@ -102,7 +102,7 @@ class Incoming:
         """The next message of a stream, whose memory the caller has reserved in the hold; None after the last one.
         Raises the same errors as ``only``, but not MessagesFull."""
         data = await self._read()
-        return None if data is _EOF else await self._message(data)
+        return None if data is EOF else await self._message(data)
 
     async def _pull(self) -> Any:
         await self._hold.reserve(self._limits.reserved_for(self._copies))
@@ -116,15 +116,11 @@ class Incoming:
         finally:
             use.pulls -= 1
             use.heard += 1
-        self._hold.arrived(0 if data is _EOF else len(data))
+        self._hold.arrived(0 if data is EOF else len(data))
         return data
 
     async def _message(self, data: bytes) -> Any:
-        self._check_size(len(data))
-        if is_compressed(data):
-            data = await inflated(data, self._limits.largest)
-            self._check_size(len(data))
-        self._hold.settle(self._copies * len(data))
+        data = await self._plain(data)
         if self._descriptor is not None:
             check_fields(data, self._descriptor)
         try:
@@ -132,6 +128,15 @@ class Incoming:
         except DecodeError:
             # Without this, gRPC would answer with INTERNAL and log a traceback.
             raise InvalidRequest("", "the request is not a valid message of its type") from None
+
+    async def _plain(self, data: bytes) -> bytes:
+        """A received message, decompressed. Keeps the memory that it needs."""
+        self._check_size(len(data))
+        if is_compressed(data):
+            data = await inflated(data, self._limits.largest)
+            self._check_size(len(data))
+        self._hold.settle(self._copies * len(data))
+        return data
 
     def _check_size(self, num_bytes: int) -> None:
         """Raises MessageTooLarge."""

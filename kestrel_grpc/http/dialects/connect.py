@@ -6,11 +6,12 @@ the length in four bytes, and the content. The last envelope holds the error, if
 be compressed with gzip.
 
 GET is for methods without side effects, as the protos mark them. None of them computes: a page of any site can make a
-browser send a GET. AdminService is left out.
+browser send a GET. StreamFrames is left out, because streams in both directions need HTTP/2. So is AdminService.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import re
@@ -29,10 +30,10 @@ from kestrel_engine import InvalidRequest
 from ...edge.calls.call import Call
 from ...edge.failures.errors import UnsupportedBody
 from ...edge.failures.statuses import complaint, pushback
-from ...edge.messages.incoming import check_fields, inflate
+from ...edge.messages.incoming import EOF, Incoming, check_fields, inflate, is_compressed
 from ...security.admission.admission import MessageTooLarge
-from ..body import check_compression, largest_body
-from ..context import Scope
+from ..body import BODY_COPIES, Arriving, check_compression, largest_body
+from ..context import Receive, Scope
 from ..edge import Endpoint, ServiceCall
 from ..forms import JSON, ByteResponse, ErrorResponse
 from ..refusals import Rename, headers_of, status_of_code
@@ -42,6 +43,7 @@ from .proto_json import parse_json, to_json
 _HEAD_BYTES = 5
 _COMPRESSED, _END = 1, 2
 """Flags of an envelope."""
+_STREAM_ENCODING = b"connect-content-encoding"
 _TIMEOUT = re.compile(rb"\d{1,10}")
 _INLINE_BYTES = 4096
 """A thread reads a larger body: JSON is read in Python, and a compressed body may become 32 times larger."""
@@ -112,6 +114,8 @@ def endpoints(services: HttpServices, largest: int) -> Iterable[_Endpoints]:
         for path, method, behaviour in services.methods():
             if not method.client_streaming:
                 made["POST", path] = _posted(path, method, behaviour, codec, largest)
+            elif not method.server_streaming:
+                made["POST", path] = _uploaded(path, method, behaviour, codec)
             level = method.GetOptions().idempotency_level
             if codec is _JSON and level == MethodOptions.NO_SIDE_EFFECTS:
                 made["GET", path] = _gotten(path, method, behaviour, largest)
@@ -121,12 +125,11 @@ def endpoints(services: HttpServices, largest: int) -> Iterable[_Endpoints]:
 def _posted(path: str, method: Any, behaviour: Any, codec: _Codec, largest: int) -> Endpoint:
     kind = message_factory.GetMessageClass(method.input_type)
     streams = method.server_streaming
-    encoding = b"connect-content-encoding" if streams else b"content-encoding"
+    encoding = _STREAM_ENCODING if streams else b"content-encoding"
     content_type = codec.stream_type if streams else codec.unary_type
 
     def read(scope: Scope, body: bytearray) -> ServiceCall:
-        headers = _checked(scope)
-        is_gzip = headers.get(encoding, b"identity").lower() != b"identity"
+        is_gzip = _is_gzip(_checked(scope), encoding)
         if streams:
             is_gzip = _take_head(body, is_gzip)
         message = codec.read(kind(), body, largest, is_gzip)
@@ -142,6 +145,84 @@ def _posted(path: str, method: Any, behaviour: Any, codec: _Codec, largest: int)
         form=_Form(content_type, streams),
         timeout_s=_timeout_s,
     )
+
+
+def _uploaded(path: str, method: Any, behaviour: Any, codec: _Codec) -> Endpoint:
+    kind = message_factory.GetMessageClass(method.input_type)
+    form = _Form(codec.stream_type, streams=True)
+
+    def read(scope: Scope, arriving: Arriving) -> ServiceCall:
+        messages = _Uploaded(arriving, kind, codec, _is_gzip(_checked(scope), _STREAM_ENCODING))
+
+        def whole(response: Message) -> ByteResponse:
+            parts = (*codec.envelope(response), form.ending)
+            return ByteResponse(b"".join(parts), codec.stream_type)
+
+        return ServiceCall(messages.all(), behaviour, whole)
+
+    return Endpoint(
+        path,
+        read,
+        is_raw=True,
+        pulls=True,
+        types=(codec.stream_type,),
+        encoding=_STREAM_ENCODING,
+        form=form,
+        timeout_s=_timeout_s,
+    )
+
+
+class _Uploaded(Incoming):
+    """The messages of a method that takes a stream of them."""
+
+    def __init__(self, body: Arriving, kind: Any, codec: _Codec, may_be_gzip: bool) -> None:
+        envelopes = _Envelopes(body.receive, body.limits.largest, may_be_gzip)
+        super().__init__(envelopes, kind, body.hold, body.limits, body.pulls, body.use, BODY_COPIES)
+        self._kind, self._codec = kind, codec
+
+    async def _message(self, data: bytes) -> Any:
+        data, largest = await self._plain(data), self._limits.largest
+        if len(data) <= _INLINE_BYTES:
+            return self._codec.read(self._kind(), data, largest, False)
+        return await asyncio.to_thread(self._codec.read, self._kind(), data, largest, False)
+
+
+class _Envelopes:
+    """What the envelopes of a body hold, one after the other, while the body arrives."""
+
+    def __init__(self, receive: Receive, largest: int, may_be_gzip: bool) -> None:
+        self._receive, self._largest, self._may_be_gzip = receive, largest, may_be_gzip
+        self._arrived = bytearray()
+        self._has_ended = False
+
+    async def read(self) -> Any:
+        """The next content; EOF after the last one. Raises InvalidRequest, MessageTooLarge, CancelledError."""
+        await self._wait_for(_HEAD_BYTES)
+        if not self._arrived:
+            return EOF
+        _check_flags(flags := self._arrived[0], self._may_be_gzip)
+        length = int.from_bytes(self._arrived[1:_HEAD_BYTES])
+        if length > self._largest:
+            raise MessageTooLarge(
+                "", f"the message has {length} bytes; the limit is {self._largest}"
+            )
+        await self._wait_for(end := _HEAD_BYTES + length)
+        if len(self._arrived) < end:
+            raise InvalidRequest("", "the body ends within an envelope")
+        content = bytes(self._arrived[_HEAD_BYTES:end])
+        del self._arrived[:end]
+        if flags and content and not is_compressed(content):
+            raise InvalidRequest("", "the compressed message cannot be decompressed")
+        return content
+
+    async def _wait_for(self, num_bytes: int) -> None:
+        """Waits for so many bytes, or for the end of the body."""
+        while len(self._arrived) < num_bytes and not self._has_ended:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise asyncio.CancelledError
+            self._arrived += message.get("body", b"")
+            self._has_ended = not message.get("more_body")
 
 
 def _gotten(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
@@ -165,6 +246,11 @@ def _checked(scope: Scope) -> dict[bytes, bytes]:
     if b"connect-timeout-ms" in headers and _timeout_s(scope) is None:
         raise InvalidRequest("", "the header connect-timeout-ms must be 1 to 10 digits")
     return headers
+
+
+def _is_gzip(headers: dict[bytes, bytes], encoding: bytes) -> bool:
+    """Whether the header ``encoding``, which was checked, names gzip."""
+    return headers.get(encoding, b"identity").lower() != b"identity"
 
 
 def _queried(query: bytes) -> tuple[_Codec, bytes, bool]:

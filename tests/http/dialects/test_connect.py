@@ -20,7 +20,9 @@ from kestrel_grpc.security.identity.tokens import line_of
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.http.conftest import data_url
 from tests.http.dialects.test_grpc_web import IMAGE, SETTINGS, VISION, frames
+from tests.http.test_rude_http import connect
 from tests.service.conftest import NO_END, EndlessRuntime
+from tests.waiting import until
 
 JSON, PROTO = {"content-type": "application/json"}, {"content-type": "application/proto"}
 MODELS = "/kestrel.v1.ModelService/"
@@ -270,6 +272,74 @@ async def test_an_error_of_a_stream_is_its_last_envelope(http):
             {"grpc-retry-pushback-ms": ["-1"]} if code == "resource_exhausted" else {}
         )
     assert served.server.guard.held_bytes == served.engine.stats.prompt_positions == 0
+
+
+def upload(codec: str, *parts: dict[str, Any]) -> list[bytes]:
+    messages = [image_service_pb2.UploadImageRequest(**part) for part in parts]
+    if codec == "proto":
+        return [each.SerializeToString() for each in messages]
+    return [orjson.dumps(json_format.MessageToDict(each)) for each in messages]
+
+
+async def test_an_upload_is_a_stream_of_messages_of_any_length(http):
+    """Also if the network cuts it at other places, and if all messages exceed the limit of one."""
+    served, client = await http(server_config={"max_message_bytes": 600})
+    path = "/kestrel.v1.ImageService/UploadImage"
+    data, ids = IMAGE.encoded, set()
+    chunks = [{"chunk": data[i : i + 300]} for i in range(0, len(data), 300)]
+    assert len(data) > 600
+    for codec in ("json", "proto"):
+        for headers, pack in (
+            ({}, envelope),
+            ({"connect-content-encoding": "gzip"}, lambda each: envelope(gzip.compress(each), 1)),
+        ):
+            body = b"".join(map(pack, upload(codec, {"info": {}}, *chunks)))
+
+            async def cut(body: bytes = body) -> Any:
+                for i in range(0, len(body), 7):
+                    yield body[i : i + 7]
+
+            kind = stream_type(codec, **headers)
+            response = await client.post(path, content=cut(), headers=kind)
+            (flags, message), end = frames(response.content)
+            assert flags == 0 and end == (2, b"{}")
+            read = image_service_pb2.UploadImageResponse()
+            json_format.Parse(message, read) if codec == "json" else read.ParseFromString(message)
+            ids.add(read.image.image_id)
+    request = pb.CaptionRequest(image={"image_id": ids.pop()}, caption=SETTINGS)
+    assert (await served.vision.Caption(request)).captions
+    info, chunk = upload("json", {"info": {}}, {"chunk": data[:300]})
+    for body, code, said in (
+        (b"", "invalid_argument", "info"),
+        (envelope(info) + b"\0\0", "invalid_argument", "ends within an envelope"),
+        (envelope(info) + envelope(chunk)[:-1], "invalid_argument", "ends within an envelope"),
+        (envelope(info) + envelope(chunk, 2), "invalid_argument", "flags 0 or 1"),
+        (envelope(info) + envelope(b" " * 601), "resource_exhausted", "the limit is 600"),
+        (envelope(info) + envelope(b"{}"), "invalid_argument", "the message is empty"),
+        (envelope(info) + envelope(b'{"chunks": 1}'), "invalid_argument", "did you mean chunk?"),
+    ):
+        response = await client.post(path, content=body, headers=stream_type("json"))
+        ((flags, end),) = frames(response.content)
+        error = orjson.loads(end)["error"]
+        assert flags == 2 and error["code"] == code and said in error["message"], error
+    gzipped = stream_type("proto", **{"connect-content-encoding": "gzip"})
+    response = await client.post(path, content=envelope(b"\n\0", 1), headers=gzipped)
+    assert b"cannot be decompressed" in response.content
+    assert served.server.guard.held_bytes == 0
+
+
+async def test_an_upload_whose_client_leaves_is_given_up(http):
+    served, _ = await http()
+    _, writer = await connect(served)
+    (info,) = upload("proto", {"info": {}})
+    writer.write(
+        b"POST /kestrel.v1.ImageService/UploadImage HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: application/connect+proto\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"5\r\n" + envelope(info)[:5] + b"\r\n"
+    )
+    await until(lambda: served.server.guard.held_bytes and served.server.in_flight.count)
+    writer.close()
+    await until(lambda: not served.server.guard.held_bytes and not served.server.in_flight.count)
 
 
 async def test_get_is_for_the_methods_that_the_protos_mark_and_none_of_these_computes(http):
