@@ -3,11 +3,8 @@ browser. It is built in its folder, where npm keeps the packages, so that only t
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import os
-import queue
 import re
 import shutil
 import signal
@@ -23,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.abuse.processes.commanded_servers import CommandedServers
+from tests.browser import CHROMIUM, imports_of, told_by_page
 from tests.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
 from tests.service.certificates import authority, server_pair
@@ -32,7 +30,6 @@ __all__ = ["authority", "server_pair"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SDK = ROOT / "clients/typescript"
 KEY = "k" * 40
-CHROMIUM = shutil.which("chromium")
 
 
 @pytest.fixture(scope="module")
@@ -201,54 +198,8 @@ PAGE = """<!doctype html>
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_in_a_browser(built: Path, servers: dict[str, str], tmp_path: Path):
     """The compiled modules as they are, from another origin than the server's."""
-    imports = {"kestrel-client": "/dist/web.js"}
-    for package in ("@bufbuild/protobuf", "@connectrpc/connect", "@connectrpc/connect-web"):
-        exports = json.loads((built / "node_modules" / package / "package.json").read_text())
-        for name, where in exports["exports"].items():
-            while isinstance(where, dict):
-                where = where.get("import") or where.get("browser") or where.get("default")
-            if where is not None:
-                imports[package + name[1:]] = f"/node_modules/{package}/{where[2:]}"
+    imports = {"kestrel-client": "/dist/web.js", **imports_of(built)}
     page = PAGE.replace("IMPORTS", json.dumps(imports)).replace("ADDRESS", servers["KESTREL_HTTP"])
-    found: queue.Queue[bytes] = queue.Queue()
-
-    class Files(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self) -> None:
-            own = {"/": page.encode(), "/picture.jpg": IMAGE.read_bytes()}.get(self.path)
-            if own is None:
-                return super().do_GET()
-            self.send_response(200)
-            self.send_header("content-type", "text/html" if self.path == "/" else "image/jpeg")
-            self.end_headers()
-            self.wfile.write(own)
-            return None
-
-        def do_POST(self) -> None:
-            found.put(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
-
-    files = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Files, directory=str(built))
-    )
-    threading.Thread(target=files.serve_forever, daemon=True).start()
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
-    address = f"http://127.0.0.1:{files.server_port}/"
-    browser = subprocess.Popen(
-        [str(CHROMIUM), *flags.split(), f"--user-data-dir={tmp_path}", address],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    told = told_by_page(built, page, {"/picture.jpg": IMAGE}, tmp_path)
     expected = {"answer": "2", "several": True, "same": True, "points": 1, "width": 20}
-    try:
-        told = json.loads(found.get(timeout=120))
-        assert told == {**expected, "field": "query.sampling.top_p", "id": True}
-    finally:
-        os.killpg(browser.pid, signal.SIGKILL)
-        browser.wait()
-        files.shutdown()
-        files.server_close()
+    assert told == {**expected, "field": "query.sampling.top_p", "id": True}
