@@ -71,6 +71,7 @@ from .types.events import (
     EngineResult,
     FinishReason,
     ObjectAbsence,
+    SeenImage,
     StreamUpdate,
     TokenLogprob,
 )
@@ -141,6 +142,7 @@ __all__ = [
     "RuntimeConfig",
     "RuntimeFailure",
     "SchedulerStats",
+    "SeenImage",
     "Setting",
     "SettingGroup",
     "SkillFault",

@@ -66,14 +66,7 @@ class SequenceStart:
             request.request_id,
             abort,
             checked.added_to,
-            images=tuple(
-                SeenImage(
-                    size=same[0].image_size,
-                    digest=(same[0].source_digest or b"").hex(),
-                    num_crops=sum(look.num_distinct for look in same),
-                )
-                for same in zip(*looks, strict=True)
-            ),
+            images=tuple(SeenImage.of(same) for same in zip(*looks, strict=True)),
             seed=checked.sampling.seed,
         )
         merging = checked.merging if isinstance(checked, ObjectsRequest) else None

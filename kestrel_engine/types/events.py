@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from .requests import PreparedImage
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -115,6 +118,13 @@ class SeenImage:
     size: tuple[int, int]
     digest: str
     num_crops: int
+
+    @classmethod
+    def of(cls, looks: Sequence[PreparedImage]) -> SeenImage:
+        """``looks``: all that a request sees of the image."""
+        digest = looks[0].source_digest or b""
+        num_crops = sum(look.num_distinct for look in looks)
+        return cls(size=looks[0].image_size, digest=digest.hex(), num_crops=num_crops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

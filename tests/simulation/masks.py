@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from kestrel_engine.errors import RuntimeFailure
-from kestrel_engine.skills.constraints.mask_threads import MaskJob
+from kestrel_engine.skills.constraints.grammars import Matcher
 from kestrel_engine.types.constraint import Constraint
 from kestrel_engine.types.info import MaskCounts
 
@@ -24,13 +24,13 @@ class Masks:
         self, rng: random.Random, lost: float, slow: float, heard: Callable[[str], None]
     ) -> None:
         self._rng, self._lost, self._slow, self._heard = rng, lost, slow, heard
-        self._timers: dict[MaskJob, asyncio.TimerHandle] = {}
+        self._timers: dict[Matcher, asyncio.TimerHandle] = {}
         self.counts = MaskCounts()
 
     def __call__(self) -> Masks:
         return self
 
-    def put(self, work: MaskJob) -> None:
+    def put(self, work: Matcher) -> None:
         seconds = self._rng.uniform(*_SECONDS)
         error = None
         if self._rng.random() < self._lost:
@@ -48,7 +48,7 @@ class Masks:
 
         self._timers[work] = asyncio.get_running_loop().call_later(seconds, end)
 
-    def drop(self, work: MaskJob) -> None:
+    def drop(self, work: Matcher) -> None:
         if (timer := self._timers.pop(work, None)) is not None:
             timer.cancel()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ...errors import FieldPath, InvalidRequest, KestrelError, SkillUnavailable
 from ...types.constraint import Constraint
@@ -28,14 +28,12 @@ from .mask_threads import MaskThreads
 if TYPE_CHECKING:
     import llguidance
 
+    from ..base import TextCodec
+
 _QUICK_S = 0.001
 """Seconds of a mask on average, at most, of a quick matcher."""
 _EXTRA_S = 0.01
 """More seconds for all masks together: a state that is reached for the first time takes longer."""
-
-
-class _Codec(Protocol):
-    def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
 class Matcher(RuleWait):
@@ -52,9 +50,11 @@ class Matcher(RuleWait):
         self._num_masks = 0
         self.principal, self.field = grammar.principal, grammar.field
         self.seconds = 0.0
+        """Processor time that its masks have taken."""
 
     @property
     def is_quick(self) -> bool:
+        """Whether its masks take an ordinary time."""
         return self.seconds <= _EXTRA_S + _QUICK_S * self._num_masks
 
     @property
@@ -127,7 +127,7 @@ class Grammars:
 
     def __init__(
         self,
-        codec: _Codec,
+        codec: TextCodec,
         vocab_size: int,
         eos_id: int,
         threads: MaskThreads | None = None,

@@ -11,12 +11,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ... import clock
 from ...errors import (
     ConstraintsCostly,
-    FieldPath,
     InvalidRequest,
     KestrelError,
     Quota,
@@ -27,6 +26,9 @@ from ...errors import (
 from ...fair_queue import FairQueue
 from ...types.info import MaskCounts
 
+if TYPE_CHECKING:
+    from .grammars import Matcher
+
 REQUEST_S = 2.0
 """Seconds that a request may use."""
 PRINCIPAL_S = 10.0
@@ -34,18 +36,6 @@ PRINCIPAL_S = 10.0
 REFILL = 0.2
 """Seconds that a principal gets back in each second."""
 _MOST_REMEMBERED = 1024
-
-
-class Spender(Protocol):
-    """A matcher. ``field``: the setting that its errors name. ``seconds``: processor time that it has used.
-    ``is_quick``: its masks take an ordinary time."""
-
-    principal: str
-    field: FieldPath
-    seconds: float
-
-    @property
-    def is_quick(self) -> bool: ...
 
 
 class MatcherBudget:
@@ -59,7 +49,7 @@ class MatcherBudget:
         self._used: dict[str, tuple[float, float]] = {}
         """By principal: seconds that it has not got back yet, and the instant of that."""
 
-    def spend(self, matcher: Spender, seconds: float) -> KestrelError | None:
+    def spend(self, matcher: Matcher, seconds: float) -> KestrelError | None:
         """Notes that ``matcher`` used ``seconds`` more. Returns the error of its request if that is too much."""
         if matcher.seconds > REQUEST_S:
             return InvalidRequest(
@@ -98,16 +88,6 @@ logger = logging.getLogger(__name__)
 _MOST_THREADS = 4
 
 
-class MaskJob(Spender, Protocol):
-    """A matcher that wants its next mask."""
-
-    def compute(self) -> None:
-        """Raises RequestError."""
-        ...
-
-    def done(self, error: KestrelError | None) -> None: ...
-
-
 class MaskThreads:
     """The methods may be called from any thread. The threads start with the first one."""
 
@@ -122,13 +102,13 @@ class MaskThreads:
         self._budget = budget or MatcherBudget()
         self._cpu_clock = cpu_clock
         self._changed = threading.Condition()
-        self._quick: FairQueue[MaskJob] = FairQueue()
-        self._slow: FairQueue[MaskJob] = FairQueue()
+        self._quick: FairQueue[Matcher] = FairQueue()
+        self._slow: FairQueue[Matcher] = FairQueue()
         self._is_slow_running = False
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    def put(self, job: MaskJob) -> None:
+    def put(self, job: Matcher) -> None:
         """Has ``job`` computed. Of a principal's jobs, the matcher that has used least time comes first."""
         with self._changed:
             if not self._threads and not self._is_closed:
@@ -137,7 +117,7 @@ class MaskThreads:
             queue.push(job, job.principal, job.seconds)
             self._changed.notify()
 
-    def drop(self, job: MaskJob) -> None:
+    def drop(self, job: Matcher) -> None:
         """Removes ``job`` if no thread has taken it."""
         with self._changed:
             for queue in (self._quick, self._slow):
@@ -173,7 +153,7 @@ class MaskThreads:
                     self._changed.notify()
             job.done(error)
 
-    def _next(self) -> MaskJob | None:
+    def _next(self) -> Matcher | None:
         """Waits for a job. None: the threads end."""
         with self._changed:
             while not self._is_closed:
@@ -186,7 +166,7 @@ class MaskThreads:
         return None
 
 
-def _computed(job: MaskJob) -> KestrelError | None:
+def _computed(job: Matcher) -> KestrelError | None:
     try:
         job.compute()
     except RequestError as error:

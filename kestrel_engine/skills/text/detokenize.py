@@ -5,13 +5,12 @@ Owns the undelivered tail of one stream. Depends on a codec's ``decode`` only; k
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..base import TextCodec
 
 _REPLACEMENT = "\ufffd"
-
-
-class _Decoder(Protocol):
-    def decode(self, ids: list[int] | tuple[int, ...]) -> str: ...
 
 
 class StreamingText:
@@ -30,7 +29,7 @@ class StreamingText:
 
     __slots__ = ("_append_only", "_codec", "_sent", "_text", "_window")
 
-    def __init__(self, codec: _Decoder) -> None:
+    def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._append_only: bool = getattr(codec, "append_only", True)
         self._window: list[int] = []

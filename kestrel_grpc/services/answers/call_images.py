@@ -7,8 +7,9 @@ are prepared once for each way in which tasks cut them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import (
@@ -17,6 +18,7 @@ from kestrel_engine import (
     MeasuredImage,
     PreparedImage,
     PreparedTiles,
+    SeenImage,
     Tiled,
     Tiles,
 )
@@ -25,14 +27,6 @@ from ...edge.calls.current import current
 from ...images.request_images import RequestImage, RequestImages, at_image
 
 MIRRORED = "mirrored"
-
-
-class ImageFacts(NamedTuple):
-    """What the engine knows of an image: width and height, its digest, and the crops that the model sees."""
-
-    size: tuple[int, int]
-    digest: bytes
-    num_crops: int
 
 
 class CallImages:
@@ -120,22 +114,17 @@ class CallImages:
         return path
 
     @property
-    def seen(self) -> list[ImageFacts]:
+    def seen(self) -> list[SeenImage]:
         """What is known of each image, if they are prepared."""
-        return [
-            ImageFacts(
-                image.looks[0].image_size, image.looks[0].source_digest or b"", _num_crops(image)
-            )
-            for image in next(iter(self._prepared.values()))
-        ]
+        return [SeenImage.of(image.looks) for image in next(iter(self._prepared.values()))]
 
-    def keep(self, seen: Sequence[ImageFacts], info: common_pb2.RequestInfo) -> None:
+    def keep(self, seen: Sequence[SeenImage], info: common_pb2.RequestInfo) -> None:
         """Stores the images, which the engine has decoded, and adds them to ``info``. ``seen``: each of them."""
-        for found, (size, digest, num_crops) in zip(self._found, seen, strict=True):
-            added = info.images.add(num_crops=num_crops)
-            added.size.width, added.size.height = size
+        for found, image in zip(self._found, seen, strict=True):
+            added = info.images.add(num_crops=image.num_crops)
+            added.size.width, added.size.height = image.size
             if self._keeps:
-                added.image_id = self._images.keep(found, size, digest)
+                added.image_id = self._images.keep(found, image.size, bytes.fromhex(image.digest))
 
     @property
     def only(self) -> PreparedImage:
@@ -147,16 +136,12 @@ class CallImages:
     @property
     def num_crops(self) -> int:
         """The crops that requests see, if the images are prepared."""
-        return sum(_num_crops(image) for images in self._prepared.values() for image in images)
+        every = itertools.chain.from_iterable(self._prepared.values())
+        return sum(SeenImage.of(image.looks).num_crops for image in every)
 
     def take_overview(self) -> None:
         """Tasks then see the overview of the only image as its only crop, and no tiles."""
         self._prepared[None], self._is_overview = [self.only.overview()], True
-
-
-def _num_crops(image: PreparedImage | PreparedTiles) -> int:
-    """The crops that the model sees, in all looks."""
-    return sum(look.num_distinct for look in image.looks)
 
 
 def _caller() -> dict[str, Any]:

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import FieldPath, MeasuredImage, Request, Tiles
+from kestrel_engine import FieldPath, MeasuredImage, Request, SeenImage, Tiles
 
 from ...edge.messages.fields import located
 from ...images.request_images import images_of
 from .analysis import read_tasks
-from .call_images import ImageFacts
 from .kinds import CallTask
 from .running import Run
 
@@ -37,7 +36,8 @@ async def count_tokens(run: Run, request: pb.CountTokensRequest) -> pb.CountToke
     tasks = read_tasks(request)
     await run.images.find(images_of(request))
     images = await _measured(run, None)
-    await run.accept([ImageFacts(image.size, b"", sum(image.crops)) for image in images])
+    seen = [SeenImage(size=each.size, digest="", num_crops=sum(each.crops)) for each in images]
+    await run.accept(seen)
     counts = [await _count(run, task, images) for task in tasks]
     info = run.engine.info
     return pb.CountTokensResponse(

@@ -25,6 +25,7 @@ from kestrel_engine import (
     InvalidRequest,
     Request,
     RequestError,
+    SeenImage,
     Tiles,
     clock,
     path_text,
@@ -45,7 +46,7 @@ from ..messages.responses import (
 )
 from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
-from .call_images import CallImages, ImageFacts
+from .call_images import CallImages
 from .kinds import CallTask, Event, Part, Response
 from .several import MAX_SEQUENCES, Ended, SequenceTurns, of_names, of_samples, seeded, total_result
 
@@ -249,11 +250,7 @@ class Run:
             if note is not None:
                 await note(stream)
             if self._info is None:
-                seen = [
-                    ImageFacts(each.size, bytes.fromhex(each.digest), each.num_crops)
-                    for each in stream.images
-                ]
-                await self.accept(seen, stream.seed if task.kind.generates else 0)
+                await self.accept(stream.images, stream.seed if task.kind.generates else 0)
             if self._sender is not None and task.kind.has_updates:
                 async for update in stream:
                     await self._sender.send(event_fields(update, label), task.key)
@@ -300,7 +297,7 @@ class Run:
                 return await self._submit(task, capped, images)
             raise
 
-    async def accept(self, seen: Sequence[ImageFacts], seed: int = 0) -> None:
+    async def accept(self, seen: Sequence[SeenImage], seed: int = 0) -> None:
         """Accepts the call. ``seen``: its images."""
         model, request_id = self.engine.info.model, self._call.request_id
         self._info = common_pb2.RequestInfo(request_id=request_id, model=model)

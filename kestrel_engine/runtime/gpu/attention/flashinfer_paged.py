@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,20 +22,12 @@ from ....errors import ConfigError
 from ....models.kv_format import UNSCALED, Scales
 from ..device import capabilities
 
+if TYPE_CHECKING:
+    from ..prefill.batch import TextPart
+
 WORKSPACE_BYTES = 128 << 20
 """The size that FlashInfer recommends for split-KV results."""
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-class QueryPart(Protocol):
-    """``count`` queries of one sequence from position ``start`` on, which attend causally."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def page_table(self) -> tuple[int, ...]: ...
 
 
 class PlannedText(Protocol):
@@ -142,7 +134,7 @@ class FlashInferText:
         )
 
     def plan(
-        self, parts: Sequence[QueryPart], num_heads: int, head_dim: int, page_size: int
+        self, parts: Sequence[TextPart], num_heads: int, head_dim: int, page_size: int
     ) -> PlannedText:
         """Plans a pass over ``parts``, whose queries follow one another in this order."""
         lengths = [part.start + part.count for part in parts]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,21 +29,10 @@ from .flashinfer_paged import (
 )
 
 if TYPE_CHECKING:
-    from ..prefill.batch import TextPart
+    from ..prefill.batch import PrefillBatch, TextPart
 
 MAX_GATHERED = 16384
 """The most positions whose keys and values the torch path copies at once."""
-
-
-class AttentionBatch(Protocol):
-    """The attributes of a `PrefillBatch` that attention reads."""
-
-    @property
-    def blocks(self) -> Sequence[object]: ...
-    @property
-    def block_length(self) -> int: ...
-    @property
-    def text(self) -> tuple[TextPart, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +91,7 @@ class PrefillAttention:
     def __init__(
         self,
         choice: AttentionChoice,
-        batch: AttentionBatch,
+        batch: PrefillBatch,
         key_pool: Tensor,
         value_pool: Tensor,
         page_size: int,
