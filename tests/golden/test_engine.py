@@ -85,14 +85,19 @@ CHECKS = {
 }
 
 
+async def check_cases(engine: InferenceEngine, model: str, images: Path) -> None:
+    """Asks all cases of ``model`` at once."""
+    todo = cases(model)
+    results = await asyncio.gather(*(run(engine, case, images) for case in todo))
+    for case, result in zip(todo, results, strict=True):
+        CHECKS.get(case["skill"], check_text)(case, result)
+
+
 @pytest.mark.slow  # tests/service/clients/test_sdk.py asks some of the cases in make test.
 @pytest.mark.parametrize("model", ["md2", "md3"])
 async def test_every_case_in_one_mixed_batch(model, golden_folder, golden_images):
     config = RuntimeConfig(
         model_path=golden_folder(model), device="cpu", dtype="float32", max_batch_size=8
     )
-    todo = cases(model)
     async with await InferenceEngine.create(config) as engine:
-        results = await asyncio.gather(*(run(engine, case, golden_images) for case in todo))
-    for case, result in zip(todo, results, strict=True):
-        CHECKS.get(case["skill"], check_text)(case, result)
+        await check_cases(engine, model, golden_images)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kestrel_engine import InferenceEngine, InsufficientMemoryError, RuntimeConfig
-from tests.golden.test_engine import CHECKS, cases, check_text, run
+from tests.golden.test_engine import check_cases
 
 LOADS = 3
 """Together they take more streams than torch has of one priority, with those of the readers of weights."""
@@ -26,12 +26,6 @@ async def test_a_model_is_loaded_while_another_serves(
             model_path=golden_folder(model), device="cuda", dtype=dtype, max_batch_size=4
         )
 
-    async def ask(engine: InferenceEngine, model: str, case: Any) -> None:
-        CHECKS.get(case["skill"], check_text)(case, await run(engine, case, golden_images))
-
-    async def ask_all(engine: InferenceEngine, model: str) -> None:
-        await asyncio.gather(*(ask(engine, model, case) for case in cases(model)))
-
     async with await InferenceEngine.create(config("md2")) as first:
         loaded = asyncio.Event()
         rounds = 0
@@ -39,7 +33,7 @@ async def test_a_model_is_loaded_while_another_serves(
         async def ask_until_loaded() -> None:
             nonlocal rounds
             while not loaded.is_set():
-                await ask_all(first, "md2")
+                await check_cases(first, "md2", golden_images)
                 rounds += 1
 
         asking = asyncio.create_task(ask_until_loaded())
@@ -48,12 +42,12 @@ async def test_a_model_is_loaded_while_another_serves(
                 async with await InferenceEngine.create(config("md3")) as other:
                     if load == LOADS - 1:
                         loaded.set()
-                    await ask_all(other, "md3")
+                    await check_cases(other, "md3", golden_images)
         finally:
             loaded.set()
             await asking
         assert rounds > 0, "the first model did not serve meanwhile"
-        await ask_all(first, "md2")
+        await check_cases(first, "md2", golden_images)
 
 
 @pytest.mark.skipif(
@@ -77,7 +71,7 @@ async def test_memory_is_planned_beside_a_running_model_and_comes_back(
         return torch.cuda.mem_get_info()[0]
 
     async with await InferenceEngine.create(config(kv_cache_pages=400)) as warm:
-        await ask_all_of(warm, golden_images)
+        await check_cases(warm, "md2", golden_images)
     before = free()
     async with await InferenceEngine.create(config(kv_cache_gib=1.0)) as first:
         between = free()
@@ -88,18 +82,9 @@ async def test_memory_is_planned_beside_a_running_model_and_comes_back(
         for _ in range(3):
             async with await InferenceEngine.create(config(kv_cache_gib=2.0)) as second:
                 await asyncio.gather(
-                    ask_all_of(first, golden_images), ask_all_of(second, golden_images)
+                    *(check_cases(engine, "md2", golden_images) for engine in (first, second))
                 )
             kept.append((between - free()) >> 20)
         assert kept[0] < 512, "the libraries keep workspaces for a second model, and no more"
         assert kept[-1] <= kept[0] + 64, f"each unloaded model kept memory: {kept} MiB"
     assert free() > before - (64 << 20) - (kept[-1] << 20)
-
-
-async def ask_all_of(engine: InferenceEngine, images: Path) -> None:
-    """Asks the golden cases of Moondream 2's shape."""
-
-    async def ask(case: Any) -> None:
-        CHECKS.get(case["skill"], check_text)(case, await run(engine, case, images))
-
-    await asyncio.gather(*(ask(case) for case in cases("md2")))

@@ -3,25 +3,9 @@
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from tests.golden.test_engine import CHECKS, cases, check_text, run
 
 IMAGE = Path(__file__).parents[2] / "clients/python/kestrel_client/commands/demo.jpg"
-
-
-@pytest.mark.parametrize("model", ["md2", "md3"])
-async def test_every_golden_case_in_one_mixed_batch(model, golden_folder, golden_images):
-    config = RuntimeConfig(
-        model_path=golden_folder(model), device="cuda", dtype="float32", max_batch_size=8
-    )
-    todo = cases(model)
-    async with await InferenceEngine.create(config) as engine:
-        assert engine.info.device.startswith("cuda")
-        results = await asyncio.gather(*(run(engine, case, golden_images) for case in todo))
-    for case, result in zip(todo, results, strict=True):
-        CHECKS.get(case["skill"], check_text)(case, result)
 
 
 async def test_kestrel_tiny_answers_as_on_the_cpu(golden_images):

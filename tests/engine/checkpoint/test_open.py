@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.config.runtime import RuntimeConfig
-from kestrel_engine.errors import CheckpointError, ConfigError, DownloadError
+from kestrel_engine.errors import ConfigError, DownloadError
 
 TOKENIZER = {"added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}
 STALE = {"added_tokens": [{"id": 50256, "content": "<|endoftext|>"}]}
@@ -100,26 +99,6 @@ def test_without_network_all_that_a_released_model_lacks_is_told_at_once(offline
         "--tokenizer",
     ):
         assert word in str(caught.value)
-
-
-def test_wrong_tensors_are_told_when_loading(folder, random_of, config_of):
-    tensors = random_of(config_of("moondream3"))
-    del tensors["text.wte"]
-    save_file(tensors, folder / "model.safetensors")
-    opened = open_model(RuntimeConfig(model_path=folder))
-    with pytest.raises(CheckpointError) as caught:
-        load_weights(opened, dtype=torch.float32, device="cpu")
-    assert caught.value.missing == ("text.wte",)
-
-
-def test_the_bundled_model_opens_and_loads_by_default():
-    if not (BUNDLED / "kestrel_tiny/model.safetensors").is_file():
-        pytest.skip("kestrel-tiny is not in this checkout")
-    opened = open_model(RuntimeConfig())
-    assert opened.name == "kestrel-tiny" and opened.config.family == "moondream3"
-    assert opened.config.text.tau_attn and opened.config.text.moe is not None
-    loaded = load_weights(opened, dtype=torch.float32, device="cpu")
-    assert loaded.tensors["text.wte"].shape[0] == opened.config.text.vocab_size
 
 
 def test_opening_needs_no_torch(folder):

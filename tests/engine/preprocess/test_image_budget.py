@@ -1,16 +1,13 @@
 """Image budgets: the tiles that they leave, the crops beside those of an image that was resized and cut here, keys."""
 
 import asyncio
-import io
 import math
-from functools import cache
 
 import numpy as np
 import pytest
 import pyvips
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import InvalidRequest
@@ -19,16 +16,11 @@ from kestrel_engine.preprocess.decoding.open_image import OnBackground
 from kestrel_engine.preprocess.looks import InCrops, InRegion, Tiled, Tiles
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.types.model_config import VisionConfig
+from tests.engine.preprocess.encoded import encoded
 
 VISION = VisionConfig()
 PIXELS = np.random.default_rng(3).integers(0, 256, (620, 1100, 3), dtype=np.uint8)
-
-
-@cache
-def encoded() -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(PIXELS).save(file, "PNG", compress_level=1)
-    return file.getvalue()
+ENCODED = encoded(PIXELS, compress_level=1)
 
 
 def prepared(*sources, **options):
@@ -91,9 +83,9 @@ def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 @pytest.mark.parametrize("most", [1, 4, 7, 12])
 def test_the_crops_are_cut_from_the_image_at_the_size_of_its_tiles(most):
     part, box = np.ascontiguousarray(PIXELS[:, 550:]), (0.5, 0, 1, 1)
-    sources = [encoded(), PIXELS, OnBackground(encoded(), (1, 2, 3))]
+    sources = [ENCODED, PIXELS, OnBackground(ENCODED, (1, 2, 3))]
     looks = prepared(*(InCrops(source, most) for source in sources))
-    looks += prepared(InRegion(InCrops(encoded(), most), box), InCrops(InRegion(PIXELS, box), most))
+    looks += prepared(InRegion(InCrops(ENCODED, most), box), InCrops(InRegion(PIXELS, box), most))
     for (look,), pixels in zip(looks, [PIXELS] * 3 + [part] * 2, strict=True):
         rows, columns = plain_tiling(look.width, look.height, most)
         assert look.tiling == (rows, columns)
@@ -116,7 +108,7 @@ def test_each_look_at_a_tiled_image_has_the_budget():
 
 
 @pytest.mark.parametrize("device_pixels", [0, 10**6])
-@pytest.mark.parametrize("source", [PIXELS, encoded()], ids=["pixels", "encoded"])
+@pytest.mark.parametrize("source", [PIXELS, ENCODED], ids=["pixels", "encoded"])
 def test_budgets_of_one_image_share_what_has_the_same_crops(device_pixels, source):
     sources = [InCrops(source, most) for most in (1, 2, 3, 8, 12)]
     options = {"cache_bytes": 2**27, "device_pixels": device_pixels, "with_crop_keys": True}

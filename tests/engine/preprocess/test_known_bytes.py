@@ -32,22 +32,6 @@ def test_namespaces_share_nothing():
     assert known.find(b"image", "") is known.find(b"image", "b") is None
 
 
-def test_the_least_recently_used_goes():
-    size = 100 + RECORD_BYTES
-    known = KnownBytes(8 * size + 50)
-    images = [bytes([i]) * 100 for i in range(9)]
-    for index, image in enumerate(images):
-        known.keep(image, "", bytes([index]))
-        assert known.find(images[0], "") == b"\0"
-    assert known.num_bytes == 8 * size
-    assert [known.find(image, "") is not None for image in images] == [True, False, *[True] * 7]
-    large = bytes(2 * size + 13 - RECORD_BYTES)
-    known.keep(large, "", b"too large")
-    assert known.find(large, "") is None and known.num_bytes == 8 * size
-    known.flush()
-    assert known.num_bytes == 0 and known.find(images[0], "") is None
-
-
 def test_images_with_one_mark_replace_one_another():
     """The mark is the length, the middle and the end."""
     known = KnownBytes(10_000)

@@ -1,7 +1,6 @@
 """Regions and tiles: their geometry, and their crops against those of images that were cut by hand."""
 
 import asyncio
-import io
 
 import numpy as np
 import pytest
@@ -15,16 +14,11 @@ from kestrel_engine.preprocess.decoding.open_image import OnBackground
 from kestrel_engine.preprocess.looks import InRegion, Selection, Tiled, Tiles, regions
 from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.types.model_config import VisionConfig
+from tests.engine.preprocess.encoded import encoded
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
 PIXELS = np.random.default_rng(1).integers(0, 256, (500, 800, 3), dtype=np.uint8)
 TILES = Tiles(rows=2, columns=3, overlap=0.25)
-
-
-def encoded(format: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(PIXELS).save(file, format, **options)
-    return file.getvalue()
 
 
 def with_pool(use, **options):
@@ -76,7 +70,7 @@ def test_a_region_has_whole_pixels_and_tiles_of_its_own():
 @pytest.mark.parametrize("device_pixels", [0, 10**6])
 def test_looks_have_the_crops_of_images_that_are_cut_by_hand(device_pixels):
     async def use(pool):
-        return await pool.prepare(Tiled(InRegion(encoded("PNG"), (0.25, 0, 1, 1)), TILES))
+        return await pool.prepare(Tiled(InRegion(encoded(PIXELS, "PNG"), (0.25, 0, 1, 1)), TILES))
 
     looks = with_pool(use, device_pixels=device_pixels).looks
     assert len(looks) == len({look.key for look in looks}) == 7
@@ -97,7 +91,11 @@ def test_a_region_of_a_turned_transparent_or_raw_image():
     box = (0.5, 0, 1, 0.5)
 
     async def use(pool):
-        sources = [encoded("PNG", exif=turned), PIXELS, OnBackground(encoded("PNG"), (1, 2, 3))]
+        sources = [
+            encoded(PIXELS, "PNG", exif=turned),
+            PIXELS,
+            OnBackground(encoded(PIXELS, "PNG"), (1, 2, 3)),
+        ]
         return [(await pool.prepare(InRegion(source, box))).image for source in sources]
 
     turned_image, raw, on_background = with_pool(use)
@@ -111,9 +109,9 @@ def test_a_region_of_a_turned_transparent_or_raw_image():
 
 def test_an_image_is_decoded_once_and_its_looks_are_kept_together():
     async def use(pool):
-        tiled = Tiled(encoded("JPEG"), TILES)
+        tiled = Tiled(encoded(PIXELS, "JPEG"), TILES)
         first, second = await asyncio.gather(pool.prepare(tiled), pool.prepare(tiled))
-        again = await pool.prepare(Tiled(encoded("JPEG"), TILES))
+        again = await pool.prepare(Tiled(encoded(PIXELS, "JPEG"), TILES))
         return first, second, again
 
     first, second, again = with_pool(use, cache_bytes=2**26)

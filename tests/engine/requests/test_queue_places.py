@@ -156,14 +156,6 @@ def test_more_principals_than_places_get_one_each():
         held.take("one too many")
 
 
-def test_a_place_that_was_given_back_twice_counts_once():
-    held = Held()
-    held.take("a")
-    for _ in range(2):
-        held.places.give_back(held.taken[0])
-    assert (held.places.held, held.places.counts.principals) == (0, 0)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_histories_keep_the_bound_and_lose_no_place(seed):
     rng = random.Random(seed)

@@ -4,14 +4,12 @@ import pytest
 import torch
 
 from kestrel_engine.models.kv_format import EIGHT_BITS, gather, store
-from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.kv_cache import KvCache, bytes_per_page, kv_dtype
-from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock
 from kestrel_engine.types.step import Row, StepPlan
-from tests.engine.models.small import random_tensors, small_config
+from tests.engine.models.small import small_config
 from tests.engine.runtime.rounded_attention import RoundedAttention
-from tests.engine.runtime.test_torch_runtime import picture, whole
+from tests.engine.runtime.test_torch_runtime import new_runtime, picture, whole
 
 CPU = torch.device("cpu")
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
@@ -26,18 +24,9 @@ def made_up_scales(layers):
 
 @pytest.fixture(params=["moondream2", "moondream3"])
 def runtime(request):
-    config = small_config(request.param)
-    made = TorchRuntime(
-        Moondream(config, random_tensors(config)),
-        config,
-        num_pages=120,
-        page_size=PAGE,
-        max_batch_size=8,
-        max_seq_length=120,
-        device=CPU,
-        dtype=torch.float32,
-        kv_scales=made_up_scales(config.text.n_layers),
-    )
+    scales = made_up_scales(small_config(request.param).text.n_layers)
+    sizes = {"num_pages": 120, "page_size": PAGE, "max_batch_size": 8}
+    made = new_runtime(request.param, kv_scales=scales, **sizes)
     yield made
     made.close()
 

@@ -20,7 +20,7 @@ from kestrel_engine.types.step import (
     StepResult,
     TokenRule,
 )
-from tests.engine.models.small import random_tensors, small_config, small_model
+from tests.engine.models.small import random_tensors, small_config
 
 GREEDY = SamplingParams()
 IMAGE = ImageBlock("picture", 25)
@@ -31,11 +31,12 @@ def runtime(request) -> TorchRuntime:
     return new_runtime(request.param)
 
 
-def new_runtime(family="moondream3", **options) -> TorchRuntime:
-    model = small_model(family)
+def new_runtime(family="moondream3", dtype=torch.float32, **options) -> TorchRuntime:
+    config = small_config(family)
+    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors(config).items()}
     settings = {"num_pages": 60, "page_size": 4, "max_batch_size": 4, "max_seq_length": 120}
-    settings |= options
-    return TorchRuntime(model, model.config, device="cpu", dtype=torch.float32, **settings)
+    model = Moondream(config, tensors)
+    return TorchRuntime(model, config, device="cpu", dtype=dtype, **settings | options)
 
 
 def picture(key: str = "picture", tiling: tuple[int, int] = (1, 2)) -> PreparedImage:
@@ -302,19 +303,9 @@ def test_close_frees_and_may_be_repeated(runtime):
         step(runtime, prefill=(row([0, 30]),))
 
 
-def test_half_types(runtime):
-    config = runtime.model.config
-    tensors = {name: t.bfloat16() for name, t in random_tensors(config).items()}
-    half = TorchRuntime(
-        Moondream(config, tensors),
-        config,
-        num_pages=40,
-        page_size=4,
-        max_batch_size=2,
-        max_seq_length=100,
-        device="cpu",
-        dtype=torch.bfloat16,
-    )
+@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
+def test_half_types(family):
+    half = new_runtime(family, torch.bfloat16)
     rule = TokenRule(forced=5, read_coord=True)
     result = step(
         half,

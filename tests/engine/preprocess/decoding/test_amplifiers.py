@@ -1,6 +1,5 @@
 """Small files that would keep a reader busy: refused before they are read."""
 
-import io
 import struct
 import time
 
@@ -17,27 +16,23 @@ from kestrel_engine.preprocess.decoding.amplifiers import (
     num_scans,
 )
 from kestrel_engine.preprocess.decoding.open_image import open_image
+from tests.engine.preprocess.encoded import encoded
 
 LIMITS = ImageLimits()
 IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8))
 
 
 def jpeg(**options) -> bytes:
-    buffer = io.BytesIO()
-    IMAGE.save(buffer, "JPEG", **options)
-    return buffer.getvalue()
+    return encoded(IMAGE, "JPEG", **options)
 
 
 def rescanned(times: int) -> bytes:
     """A progressive JPEG with an empty scan of nothing but zeros, time and again: twelve bytes each."""
-    flat = io.BytesIO()
-    Image.new("RGB", (64, 48), (128, 128, 128)).save(flat, "JPEG", progressive=True)
-    data = flat.getvalue()
+    data = encoded(Image.new("RGB", (64, 48), (128, 128, 128)), "JPEG", progressive=True)
     begin = data.index(b"\xff\xda\x00\x08\x01\x01\x00\x06\x3f")
     scan = bytearray(data[begin : data.index(b"\xff", begin + 2)])
-    scan[9] = (
-        0  # No successive approximation: it may be repeated, and libjpeg has nothing to warn of.
-    )
+    # No successive approximation: it may be repeated, and libjpeg has nothing to warn of.
+    scan[9] = 0
     return data[:-2] + bytes(scan) * times + b"\xff\xd9"
 
 

@@ -10,17 +10,11 @@ from kestrel_engine import InvalidRequest
 from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.decoding.open_image import OnBackground, open_image
 from kestrel_engine.preprocess.prepared_cache import source_digest, source_key
+from tests.engine.preprocess.encoded import encoded
 
 LIMITS = ImageLimits()
 RGBA = np.array([[[255, 0, 0, 255], [9, 8, 7, 0], [0, 100, 200, 128]]], np.uint8)
 WHITE = (255, 255, 255)
-
-
-def encoded(array, mode=None, format="PNG", **options):
-    buffer = io.BytesIO()
-    image = Image.fromarray(array)
-    (image.convert(mode) if mode else image).save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 def pixels(source):
@@ -54,7 +48,7 @@ def test_the_blend_is_rounded_the_same_for_every_source(colour):
     encodings = [encoded(rgba), encoded(rgba, format="WEBP", lossless=True, exact=True)]
     for source in (rgba, Image.fromarray(rgba), *encodings, encoded(rgba, format="TIFF")):
         assert np.array_equal(pixels(OnBackground(source, colour)), expected)
-    grey = encoded(rgba, "LA")
+    grey = encoded(Image.fromarray(rgba).convert("LA"))
     assert np.array_equal(pixels(OnBackground(grey, colour)), expected)
 
 

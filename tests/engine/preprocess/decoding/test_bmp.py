@@ -1,6 +1,5 @@
 """BMP: the same pixels as the same image in PNG, and the limits of its header."""
 
-import io
 import struct
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageDecodeError, ImageTooLargeError, UnsupportedImageError
 from kestrel_engine.preprocess.decoding.bmp import BmpImage
 from kestrel_engine.preprocess.decoding.open_image import OnBackground, open_image
+from tests.engine.preprocess.encoded import encoded
 
 LIMITS = ImageLimits()
 RNG = np.random.default_rng(7)
@@ -19,9 +19,7 @@ COLOURS = Image.fromarray(RNG.integers(0, 256, (150, 67, 3), dtype=np.uint8))
 
 
 def bmp(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "BMP")
-    return buffer.getvalue()
+    return encoded(image, "BMP")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1"])

@@ -1,7 +1,6 @@
 """Broken, oversized and hostile images: a precise error each, nothing decoded in vain, nothing written."""
 
 import gzip
-import io
 import os
 import struct
 import subprocess
@@ -23,15 +22,14 @@ from kestrel_engine.errors import (
 )
 from kestrel_engine.preprocess.decoding.costs import KINDS, check_pixels
 from kestrel_engine.preprocess.decoding.open_image import FORMATS, open_image
+from tests.engine.preprocess.encoded import encoded as of_image
 
 LIMITS = ImageLimits()
 IMAGE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 32, 3), dtype=np.uint8))
 
 
 def encoded(fmt: str, picture: Image.Image = IMAGE, **options) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, fmt, **options)
-    return buffer.getvalue()
+    return of_image(picture, fmt, **options)
 
 
 EXIF = Image.Exif()

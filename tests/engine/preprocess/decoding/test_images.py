@@ -21,6 +21,7 @@ from kestrel_engine.preprocess.decoding import plain_jpeg
 from kestrel_engine.preprocess.decoding.heif_probes import HEIF_PROBES
 from kestrel_engine.preprocess.decoding.open_image import FORMATS, open_image
 from kestrel_engine.types.model_config import VisionConfig
+from tests.engine.preprocess.encoded import encoded
 
 LIMITS = ImageLimits()
 
@@ -32,14 +33,6 @@ def smooth(height: int = 48, width: int = 64, channels: int = 3) -> np.ndarray:
     return np.stack([np.clip(plane, 0, 255) for plane in planes[:channels]], axis=2).astype(
         np.uint8
     )
-
-
-def encoded(image: Image.Image | np.ndarray, fmt: str, **options) -> bytes:
-    if isinstance(image, np.ndarray):
-        image = Image.fromarray(image)
-    buffer = io.BytesIO()
-    image.save(buffer, fmt, **options)
-    return buffer.getvalue()
 
 
 def decode(source) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Plain JPEGs: their headers are read as libvips reads them, and damaged ones have the outcome that libvips gives."""
 
-import io
-
 import numpy as np
 import pytest
 import pyvips
@@ -12,15 +10,14 @@ from kestrel_engine.errors import RequestError
 from kestrel_engine.preprocess.decoding import plain_jpeg
 from kestrel_engine.preprocess.decoding.open_image import open_image, read_header
 from kestrel_engine.preprocess.decoding.plain_jpeg import PlainJpeg, plain_size
+from tests.engine.preprocess.encoded import encoded
 
 LIMITS = ImageLimits()
 
 
 def jpeg(width: int = 40, height: int = 24, mode: str = "RGB", **options) -> bytes:
     pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    target = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(target, "JPEG", **options)
-    return target.getvalue()
+    return encoded(Image.fromarray(pixels).convert(mode), "JPEG", **options)
 
 
 def with_exif(orientation: int | None) -> bytes:

@@ -1,7 +1,6 @@
 """Valid images that can't be decoded are called unsupported, with what they are; damaged ones are called broken."""
 
 import base64
-import io
 import struct
 import zlib
 
@@ -12,6 +11,7 @@ from PIL import Image
 from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageDecodeError, UnsupportedImageError
 from kestrel_engine.preprocess.decoding.open_image import open_image
+from tests.engine.preprocess.encoded import encoded
 
 RED = (200, 30, 40)
 ARITHMETIC = base64.b64decode(
@@ -36,22 +36,16 @@ JPEG_LS = base64.b64decode(
 )
 
 
-def plain_jpeg() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), RED).save(buffer, "JPEG")
-    return buffer.getvalue()
-
-
 def with_frame(marker: int, bits: int = 8) -> bytes:
-    return plain_jpeg().replace(b"\xff\xc0\0\x11\x08", bytes([0xFF, marker, 0, 0x11, bits]))
+    data = encoded(Image.new("RGB", (16, 16), RED), "JPEG")
+    return data.replace(b"\xff\xc0\0\x11\x08", bytes([0xFF, marker, 0, 0x11, bits]))
 
 
 def apples_png() -> bytes:
     body = b"CgBI" + bytes(4)
     chunk = struct.pack(">I", 4) + body + struct.pack(">I", zlib.crc32(body))
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), RED).save(buffer, "PNG")
-    return buffer.getvalue()[:8] + chunk + buffer.getvalue()[8:]
+    png = encoded(Image.new("RGB", (16, 16), RED))
+    return png[:8] + chunk + png[8:]
 
 
 UNSUPPORTED = {

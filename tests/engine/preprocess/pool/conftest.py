@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import io
 import os
 import signal
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import pyvips
-from PIL import Image
 
 from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.preprocess.pool import EXPENSIVE_NICE, PreprocessPool
 from kestrel_engine.preprocess.processes.decoder_process import DecoderProcess
 from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.decoders import decoders, nice_of
+from tests.engine.preprocess.encoded import encoded
 from tests.waiting import until, wait_until
 
 LIMITS, VISION = ImageLimits(), VisionConfig()
@@ -30,9 +29,7 @@ def pixels(seed: int = 0, height: int = 90, width: int = 120) -> np.ndarray:
 
 
 def png(width: int = 120, height: int = 90, seed: int = 0) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels(seed, height, width)).save(file, "PNG")
-    return file.getvalue()
+    return encoded(pixels(seed, height, width))
 
 
 @functools.cache
