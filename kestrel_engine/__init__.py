@@ -60,7 +60,7 @@ from .preprocess.looks import InCrops, InRegion, Mirrored, Tiled, Tiles
 from .preprocess.measuring import MeasuredImage
 from .processes import end_with_parent
 from .requests.merging import best_boxes
-from .requests.request import Request
+from .requests.request import Request, Reservation, TokenEstimate
 from .runtime.profile import Profile
 from .skills.base import SkillSpec
 from .skills.gaze import NUM_LOOKS, eyes_in, mean_gaze
@@ -139,6 +139,7 @@ __all__ = [
     "Request",
     "RequestError",
     "RequestEvent",
+    "Reservation",
     "RuntimeConfig",
     "RuntimeFailure",
     "SchedulerStats",
@@ -154,6 +155,7 @@ __all__ = [
     "TextLoRAConfig",
     "Tiled",
     "Tiles",
+    "TokenEstimate",
     "TokenLogprob",
     "UnsupportedImageError",
     "best_boxes",

@@ -22,6 +22,7 @@ from ..types.stream import EngineStream
 from ..types.submission import Submission
 from ..types.timings import FrontTimings, StepTimings, metrics_of, together
 from .merging import merged
+from .request import Reservation
 from .whole_image import output_in_image, update_in_image
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class OpenRequest:
     abort: Callable[[], None]
     refuse: Callable[[int, KestrelError], None]
     on_end: Callable[[], None]
+    reservation: Reservation | None = None
     admitted_at: float | None = None
     """When the scheduler first took the request into the batch, as far as reported."""
     ends: dict[int, RequestEnd] = dataclasses.field(default_factory=dict)
@@ -182,7 +184,6 @@ class OpenRequests:
         self, request: OpenRequest, outcome: Finished | KestrelError, timings: StepTimings
     ) -> None:
         self._streams.discard(request.stream)
-        request.on_end()
         finished = outcome if isinstance(outcome, Finished) else None
         metrics = metrics_of(
             request.timings,
@@ -192,6 +193,9 @@ class OpenRequests:
             output_tokens=0 if finished is None else len(finished.token_ids),
             reasoning_tokens=0 if finished is None else finished.reasoning_tokens,
         )
+        if request.reservation is not None and timings.scheduled_at is not None:
+            request.reservation.settle(metrics)
+        request.on_end()
         self._observe(request, outcome, timings, metrics)
         if isinstance(outcome, KestrelError):
             request.stream.fail(outcome)

@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 from .. import clock
 from ..errors import InvalidRequest
 from ..skills.base import SkillRequest
 from ..types.adapter import Adapter
+from ..types.events import EngineMetrics
 from ..types.timings import FrontTimings
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 
 MAX_REQUEST_ID_LENGTH = 128
 """Characters of a caller's request id: it goes into every log line."""
+
+
+class TokenEstimate(NamedTuple):
+    """The most tokens that a request may use, in all its sequences together: positions of text and of images in its
+    prompts, and of its answer."""
+
+    text: int
+    image: int
+    output: int
+
+
+class Reservation(Protocol):
+    """Tokens that were reserved for a request."""
+
+    def settle(self, metrics: EngineMetrics) -> None:
+        """The request has ended, after something was computed for it. Before ``close``."""
+        ...
+
+    def close(self) -> None:
+        """Whatever became of the request, it uses no more. Called once or more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +64,9 @@ class Request:
     cache_salt: str = ""
     principal: str = ""
     weight: float = 1.0
+    reserve: Callable[[TokenEstimate], Reservation] | None = None
+    """Reserves tokens for the request when it is checked, or raises the error that refuses it."""
+    reservation: Reservation | None = None
     checked: SkillRequest | None = None
     """What the skill makes of arguments and settings; None until the request has all that it needs, as ``timings``."""
     timings: FrontTimings | None = None

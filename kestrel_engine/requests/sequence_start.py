@@ -74,7 +74,8 @@ class SequenceStart:
             merging = None
         refuse = self._loop.refuse
         opened = OpenRequest(
-            request.skill, stream, timings, submissions, merging, abort, refuse, on_end
+            *(request.skill, stream, timings, submissions, merging, abort, refuse, on_end),
+            reservation=request.reservation,
         )
         if (reason := checked.ends_at_once) is not None:
             self._open.end_at_once(opened, _abstained(reason, sequences[0].output))

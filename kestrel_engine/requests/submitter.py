@@ -33,7 +33,14 @@ from .constraints import ConstraintCompiler
 from .image_preparation import ImagePreparation, new_pool
 from .open_requests import OpenRequests
 from .queue_places import QueuePlace, QueuePlaces
-from .request import Request, check_request_id, check_weight, checked_priority
+from .request import (
+    Request,
+    Reservation,
+    TokenEstimate,
+    check_request_id,
+    check_weight,
+    checked_priority,
+)
 from .seeds import Seeds
 from .sequence_start import SequenceStart
 from .unsubmitted import Unsubmitted
@@ -72,6 +79,7 @@ class Submitter:
         grammars = Grammars(built.codec, vocab_size, eos_id, confine=config.confine)
         self.constraints = ConstraintCompiler(grammars, self.unsubmitted)
         self.adapters = built.adapters
+        self._image_positions = built.info.image_positions
 
     def check_admission(self, principal: str, weight: float, priority: str) -> None:
         """Raises EngineOverloaded if such a request would get no place now, EngineClosed if none is accepted."""
@@ -145,6 +153,7 @@ class Submitter:
         checked = await self._checked(request, place, self._check.check)
         if (count := num_looks(request)) > 1:
             self.places.take_more(place, count - 1)
+        reservation = self._reserved(request, checked, held)
         engine = _Services(self, request, place)
         checked = await checked.before_images(engine)
         loaded = await self._loaded(request, engine, held)
@@ -154,8 +163,28 @@ class Submitter:
         if checked is not before:
             timings = dataclasses.replace(timings, looking_s=clock.now() - began)
         return dataclasses.replace(
-            request, checked=checked, loaded=loaded, images=images, timings=timings
+            request,
+            checked=checked,
+            loaded=loaded,
+            images=images,
+            timings=timings,
+            reservation=reservation,
         )
+
+    def _reserved(
+        self, request: Request, checked: SkillRequest, held: ExitStack
+    ) -> Reservation | None:
+        """Reserves the tokens of a request, if it asks for that."""
+        if request.reserve is None:
+            return None
+        looks, num_images = num_looks(request) or 1, len(request.images)
+        positions = self._check.positions(checked, num_images)
+        image = self._image_positions * num_images if positions else 0
+        output = looks * (checked.token_limit or 0) if positions else 0
+        estimate = TokenEstimate(looks * (positions - image), looks * image, output)
+        reservation = request.reserve(estimate)
+        held.callback(reservation.close)
+        return reservation
 
     async def _checked(
         self, request: Request, place: QueuePlace, check: Callable[[Request], SkillRequest]

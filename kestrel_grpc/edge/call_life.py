@@ -202,4 +202,5 @@ class CallLife:
         if not isinstance(request, AsyncIterator):
             call.message = request
         take_options(call)
+        call.reserve = self.guard.budgets.of(call.principal)
         self.watcher.on_message(call)

@@ -36,6 +36,7 @@ from ..model_changes import LoadModel, ModelChanges
 from ..monitoring.audit import AuditLog
 from ..monitoring.call_records import CallRecords
 from ..security.admission.guard import Guard
+from ..security.budget_file import BudgetFile
 from ..security.files import exposures
 from ..security.identity.tls import server_credentials
 from ..security.listening import check_exposure
@@ -119,6 +120,9 @@ class KestrelServer:
             check_audit=None if audit is None else audit.check,
         )
         self.records = CallRecords(config, self.served, audit)
+        self._budget_file = None
+        if (path := config.security.calls.token_budget_file) is not None:
+            self._budget_file = BudgetFile(path, self.guard.budgets, config.telemetry.worker)
         self.telemetry: Telemetry | None = None
         """Set by ``start``: receives events of calls, and must be the engine's observer. None without telemetry."""
         self.in_flight = InFlight()
@@ -219,6 +223,7 @@ class KestrelServer:
             follow_heap(self.guard.take_freed_bytes),
             self.guard.connections.run(),
             *(() if self.records.usage is None else (self.records.usage.run(),)),
+            *(() if self._budget_file is None else (self._budget_file.run(),)),
         )
         self._opened.beside += [asyncio.create_task(each) for each in beside]
         self._opened.started_at = clock.now()
@@ -344,6 +349,8 @@ class KestrelServer:
         await self.records.capture.stop()
         if self.records.usage is not None:
             await self.records.usage.write()
+        if self._budget_file is not None:
+            await self._budget_file.save()
         if opened is not None and opened.shared_images is not None:
             await opened.shared_images.close()
         if self.telemetry is not None:

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field
 
 from kestrel_engine import SettingGroup, check_settings, checked
 
+from .budgets import checked_budget
 from .flags import SettingsError, add_settings, configured, dest_of
 from .sources import name_of
 
@@ -82,6 +83,20 @@ class CallLimits:
     )
     burst: int = checked(10, low=1, high=_MOST)
     """How many calls a caller may make at once after a pause, if ``rate`` is set."""
+    token_budget: str = CALLS.setting(
+        "",
+        "budget of a principal in weighted tokens, such as minute=60000,day=2000000; then what a token counts (1 by "
+        "default): prompt=W, image=W, cached=W, output=W; 'shadow' refuses nothing, but counts and logs",
+        parse=checked_budget,
+        metavar="LIMITS",
+        shown="no limits but those in the file of tokens",
+    )
+    token_budget_file: str | None = CALLS.setting(
+        None,
+        "file that stores what principals have used of their budgets, so that a restart gives nothing back",
+        metavar="FILE",
+        shown="none: a restart renews all budgets",
+    )
     deadline_s: float | None = CALLS.setting(
         120.0,
         "limit on the duration of a call; a shorter deadline of the caller takes precedence",

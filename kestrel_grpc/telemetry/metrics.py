@@ -99,6 +99,7 @@ class ServiceMetrics:
             lambda: [Observation(n, {names.REASON: k}) for k, n in ended().items()],
         )
         if guard is not None:
+            self._observe("kestrel.budget.exceeded", lambda: _exceeded(guard))
             limits = guard.security.connections
             self._read("kestrel.connections.open", lambda: guard.connections.num_connections)
             self._read("kestrel.connections.limit", lambda: limits.connections)
@@ -281,6 +282,13 @@ def _attributes(metric: Metric, values: tuple[str | bool, ...]) -> dict[str, str
     """What did not fail has no type of an error."""
     pairs = zip(metric.attributes, values, strict=True)
     return {name: value for name, value in pairs if value or name != names.ERROR_TYPE}
+
+
+def _exceeded(guard: Guard) -> list[Observation]:
+    return [
+        Observation(count, {names.PRINCIPAL: principal, names.WINDOW: window})
+        for (principal, window), count in guard.budgets.exceeded.copy().items()
+    ]
 
 
 _UNAUTHORIZED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)

@@ -54,6 +54,7 @@ MAX_LORA, RUNNING_LORA, WAITING_LORA = "max_lora", "running_lora_adapters", "wai
 """Labels that routers of inference gateways read."""
 CACHED = "kestrel.cached"
 REASON = "kestrel.reason"
+PRINCIPAL, WINDOW = "kestrel.principal", "kestrel.window"
 OPERATION_OF_STORE = "kestrel.operation"
 
 
@@ -123,6 +124,8 @@ counter kestrel.usage.tokens {token} by kestrel.principal gen_ai.request.model k
     input), and output; after 1000 combinations, further ones have the principal and the adapter 'other'
 counter kestrel.usage.device_time s by kestrel.principal gen_ai.request.model kestrel.adapter: Time of the device that
     belongs to these requests: decoding by rows, prefill by positions, vision by crops
+counter kestrel.budget.exceeded {request} by kestrel.principal kestrel.window: Requests that were refused because of a
+    budget of tokens (--token-budget), or would have been in shadow, by window: minute or day
 counter kestrel.calls.unauthorized {call} by kestrel.reason: Calls that ended with UNAUTHENTICATED or PERMISSION_DENIED,
     by the reason in their error
 counter kestrel.frames {frame} by kestrel.outcome: Frames of StreamFrames, by outcome: answered, repeated (with the

@@ -14,7 +14,14 @@ from typing import Any, cast
 import grpc
 import numpy as np
 
-from kestrel_engine import DeadlineExceeded, EngineResult, FieldPath, clock
+from kestrel_engine import (
+    DeadlineExceeded,
+    EngineResult,
+    FieldPath,
+    Reservation,
+    TokenEstimate,
+    clock,
+)
 
 from ...security.connections.connection_guard import ConnectionUse
 from ...security.identity.principal import ANONYMOUS, Principal
@@ -87,6 +94,8 @@ class Call:
     """Whether a max_tokens above the room for tokens is lowered to it instead of refused."""
     stored: dict[str, bytes | np.ndarray] = field(default_factory=dict)
     """The stored images that the request names, by id, once they are found."""
+    reserve: Callable[[TokenEstimate], Reservation] | None = None
+    """Reserves tokens of the principal's budget for a request of the engine; None without a budget."""
     change: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     """What an administrative call has changed: the values before and after."""
     result: EngineResult | None = None

@@ -20,6 +20,7 @@ import kestrel_engine as engine
 from kestrel_engine import FieldPath, path_text
 
 from ...security.admission.admission import MessageTooLarge, RateExceeded, TooManyCalls
+from ...security.admission.budgets import BudgetExceeded
 from ...security.admission.message_room import MessagesFull
 from ...security.identity.principal import (
     CertificateRevoked,
@@ -58,7 +59,7 @@ SERVER, ANONYMOUS = "server", "anonymous"
 """Subjects of a QuotaFailure other than principals: the whole server, and callers without a name."""
 
 DONT_RETRY = "-1"
-"""The pushback that forbids a retry, because the same call would fail again."""
+"""The pushback that forbids a retry, because the same call would fail again, or must wait for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ TABLE: dict[type[Exception], _Row] = {
     engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
     ImagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "IMAGES_FULL"),
     UploadsFull: _Row(_Code.RESOURCE_EXHAUSTED, "UPLOADS_FULL"),
+    BudgetExceeded: _Row(_Code.RESOURCE_EXHAUSTED, "BUDGET_EXCEEDED"),
     RateExceeded: _Row(_Code.RESOURCE_EXHAUSTED, "RATE_EXCEEDED"),
     TooManyCalls: _Row(_Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS"),
     MessagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGES_FULL"),
@@ -235,6 +237,8 @@ def status_of(error: BaseException, request_id: str) -> tuple[grpc.StatusCode, s
 
 def pushback(error: BaseException) -> tuple[tuple[str, str], ...]:
     """The trailers that say when to retry, if ``error`` says it."""
+    if isinstance(error, BudgetExceeded):
+        return ((PUSHBACK_KEY, DONT_RETRY),)  # RetryInfo may be hours.
     if isinstance(error, engine.EngineOverloaded):
         return ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
     if isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):

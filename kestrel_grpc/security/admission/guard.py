@@ -15,6 +15,7 @@ from ...service_names import (
     LOAD_REPORT_METHODS,
     REFLECTION_METHODS,
 )
+from ...settings.budgets import token_budget
 from ...settings.security import SecurityConfig
 from ..connections.accepted import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
@@ -28,6 +29,7 @@ from ..identity.principal import (
     needed_scopes,
 )
 from .admission import Admission, Visits
+from .budgets import Budgets
 from .message_room import Hold, MessageLimits, MessageRoom, copy_s_per_byte
 from .refusal_pace import RefusalPace
 
@@ -63,6 +65,7 @@ class Guard:
         self.limits = security.calls
         self.messages = MessageLimits(max_message_bytes, security.calls.held_bytes)
         self.admission = Admission(security.calls)
+        self.budgets = Budgets(token_budget(security.calls.token_budget))
         self.visits = Visits()
         """Calls of health and reflection."""
         self.refusals = RefusalPace()

@@ -60,6 +60,9 @@ class Principal:
     scopes: frozenset[Scope]
     weight: float = 1.0
     """The principal's share of the server, relative to the other principals that call at the same time."""
+    minute_tokens: int | None = None
+    """The principal's budget of tokens a minute, 0 for no limit; None for the server's default, as the next one."""
+    day_tokens: int | None = None
 
     def namespace(self, salt: str) -> str:
         """The namespace of the prefix cache. Each principal has its own, with one for every salt in it."""

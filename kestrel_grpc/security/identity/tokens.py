@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from kestrel_engine import read_small_file
 
+from ...settings.budgets import parsed_tokens
 from ..files import writable_by_all
 from .principal import Principal, Scope
 
@@ -26,7 +27,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
 _SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MIN_KEY_LENGTH = 16
 _CERTIFICATE = "cert:"
-_WEIGHT = re.compile(r"weight=(\S+)\s+(.+)")
+_OPTION = re.compile(r"(weight|minute|day)=(\S+)\s+(.+)")
+_LINE = "NAME SCOPES [weight=W] [minute=TOKENS] [day=TOKENS]"
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 
 
@@ -40,8 +42,8 @@ class Credentials:
 
     by_identity: dict[str, Principal] = field(default_factory=dict)
     """The principals by the name in a client's certificate (callers.py)."""
-    weights: dict[str, float] = field(default_factory=dict)
-    """The weights by principal. All lines of a principal have the same weight."""
+    by_name: dict[str, Principal] = field(default_factory=dict)
+    """The first line of each principal. All its lines have the same weight and budgets."""
     _by_tag: dict[bytes, tuple[bytes, Principal]] = field(default_factory=dict, repr=False)
     """Digest and principal by a keyed hash of the digest, so that the time of a lookup reveals no digest."""
     _key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
@@ -95,8 +97,8 @@ def parse_scopes(text: str) -> frozenset[Scope]:
 def read_credentials(path: str) -> Credentials:
     """Reads the file of tokens. Raises TokenFileError.
 
-    A line is NAME SCOPES [weight=W] sha256:HEX or NAME SCOPES [weight=W] cert:IDENTITY. A line that begins with # is a
-    comment.
+    A line is NAME SCOPES [weight=W] [minute=TOKENS] [day=TOKENS], and then sha256:HEX or cert:IDENTITY. A line that
+    begins with # is a comment.
     """
     try:
         lines = read_small_file(path, _MOST_BYTES).decode().splitlines()
@@ -133,16 +135,24 @@ def _add_line(credentials: Credentials, text: str) -> None:
     """Adds the token or certificate of one line. Raises ValueError."""
     parts = text.split(maxsplit=2)
     if len(parts) != 3:
-        raise ValueError(
-            "a line is NAME SCOPES [weight=W] sha256:HEX or NAME SCOPES [weight=W] cert:IDENTITY"
-        )
+        raise ValueError(f"a line is {_LINE} sha256:HEX or {_LINE} cert:IDENTITY")
     name, scopes, shown = check_name(parts[0]), parse_scopes(parts[1]), parts[2]
-    weight = 1.0
-    if weighted := _WEIGHT.fullmatch(shown):
-        weight, shown = _parse_weight(weighted[1]), weighted[2]
-    if credentials.weights.setdefault(name, weight) != weight:
-        raise ValueError(f"{name} has weight={credentials.weights[name]:g} on an earlier line")
-    principal = Principal(name, scopes, weight)
+    options: dict[str, str] = {}
+    while option := _OPTION.fullmatch(shown):
+        if option[1] in options:
+            raise ValueError(f"{option[1]} is given twice")
+        options[option[1]], shown = option[2], option[3]
+    principal = Principal(
+        name,
+        scopes,
+        _parse_weight(options.get("weight", "1")),
+        **{f"{k}_tokens": parsed_tokens(k, options[k]) for k in ("minute", "day") if k in options},
+    )
+    earlier = credentials.by_name.setdefault(name, principal)
+    for key in ("weight", "minute_tokens", "day_tokens"):
+        if (value := getattr(earlier, key)) != getattr(principal, key):
+            told = "none" if value is None else f"{value:g}" if key == "weight" else value
+            raise ValueError(f"{name} has {key.partition('_')[0]}={told} on an earlier line")
     if shown.startswith(_CERTIFICATE):
         identity = shown.removeprefix(_CERTIFICATE)
         if credentials.by_identity.setdefault(identity, principal) is not principal:

@@ -281,6 +281,7 @@ class Run:
             cache_salt=call.principal.namespace(options.cache_salt),
             principal=call.principal.name,
             weight=call.principal.weight,
+            reserve=call.reserve,
         )
 
     async def _submit(

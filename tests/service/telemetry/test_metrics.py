@@ -111,6 +111,7 @@ async def all_kinds_of_calls(served):
     telemetry = served.server.telemetry
     telemetry.show_shared_images(lambda: True)
     telemetry.show_audit(lambda: 0)
+    served.server.guard.budgets.exceeded["", "day"] += 1
     telemetry.on_shared_image(SharedImageEvent("get", "hit", 0.01, 100))
     served.runtime.fail_next = RuntimeError("x")
     await failure(served.vision.Query(QUERY))
