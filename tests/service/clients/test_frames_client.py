@@ -51,7 +51,7 @@ async def test_frames_of_the_asynchronous_client(serve):
         for frame in found:
             assert frame[CATS].objects == frame["cats"].objects
             assert frame[WHAT].question == "what?" and frame.analysis.image_size.width == 40
-            assert (frame.crops, frame.encoded_crops, frame.overview_only) == (1, 1, False)
+            assert (frame.num_crops, frame.encoded_crops, frame.overview_only) == (1, 1, False)
             assert frame.dropped is None and frame.error is None
             assert frame.source[0, 0, 0] == frame.frame_id
         mixed = [frame async for frame in client.frames([CATS], [picture(3), b"no image"])]
@@ -197,7 +197,7 @@ async def test_watch(serve, tmp_path, capsys, monkeypatch):
     assert await asyncio.to_thread(main, words) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sorted(line["frame"] for line in lines) == [1, 2]
-    assert all("objects" in line["tasks"]["0"] and line["crops"] == 1 for line in lines)
+    assert all("objects" in line["tasks"]["0"] and line["num_crops"] == 1 for line in lines)
 
 
 async def test_a_status_that_grpc_drops_is_asked_for_again(serve):

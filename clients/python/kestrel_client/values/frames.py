@@ -36,8 +36,8 @@ class FrameResult:
     error: RpcError | None = None
     source: ImageInput | None = None
     """The image."""
-    crops: int = 0
-    """Crops of the frame that were computed."""
+    num_crops: int = 0
+    """Crops of the frame that were computed. The contract has it as ``work.crops``."""
     encoded_crops: int = 0
     """Crops that passed through the vision tower."""
     reused_crops: int = 0
@@ -80,6 +80,7 @@ def frame_result(
     return read(
         FrameResult,
         response.work,
+        num_crops=response.work.crops,
         frame_id=response.frame_id,
         request_id=response.request_id,
         source=source,

@@ -152,7 +152,7 @@ async def test_the_sdk(serve):
             async with client.frames(
                 [DetectTask("cat", max_objects=1)], [PIXELS], **options
             ) as frames:
-                assert [frame.crops async for frame in frames] == [crops]
+                assert [frame.num_crops async for frame in frames] == [crops]
             turned = await client.query(PIXELS, "same?", images=[PIXELS], max_tokens=2, **options)
             assert [each.num_crops for each in turned.images] == [crops, crops]
         handle = await client.put_image(PIXELS)

@@ -94,7 +94,7 @@ def _line(frame: FrameResult) -> dict[str, Any]:
     else:
         line["dropped"] = frame.dropped
     work = (
-        *("crops", "encoded_crops", "reused_crops", "overview_only", "repeated"),
+        *("num_crops", "encoded_crops", "reused_crops", "overview_only", "repeated"),
         *("waited_ms", "total_ms"),
     )
     return {**line, **{name: getattr(frame, name) for name in work}}
