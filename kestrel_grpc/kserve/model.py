@@ -55,6 +55,7 @@ INPUTS = {
         Input("SPATIAL_REFS", (BYTES,)),
         Input("THRESHOLD", _FLOATS),
         Input("REFINE", ("BOOL",)),
+        Input("ACCURATE", ("BOOL",)),
         Input("ADAPTER", (BYTES,)),
     )
 }

@@ -40,6 +40,9 @@ _NAMES: dict[FieldPath, str] = {
     ("abstention", "objects"): "PRESUPPOSES",
     ("abstention", "max_absence"): "MAX_ABSENCE",
     ("refinement",): "REFINE",
+    ("eyes",): "SPATIAL_REFS",
+    ("faces",): "SPATIAL_REFS",
+    ("max_faces",): "MAX_OBJECTS",
     ("options", "adapter"): "ADAPTER",
     ("options", "model"): "model_name",
 }
@@ -175,10 +178,10 @@ class _Inputs:
             request.options.adapter = adapter
         for name in ("MAX_TOKENS", "MAX_REASONING_TOKENS"):
             if name in self._found:
-                value = self._positive(name)
+                value = self.positive(name)
                 setattr(holder(task, name.lower(), name), name.lower(), value)
         if "MAX_OBJECTS" in self._found and "max_objects" in task.DESCRIPTOR.fields_by_name:
-            task.max_objects = self._positive("MAX_OBJECTS")
+            task.max_objects = self.positive("MAX_OBJECTS")
 
     def spatial_refs(self) -> list[common_pb2.SpatialRef]:
         """JSON: a list of [x, y] and [x_min, y_min, x_max, y_max]."""
@@ -221,7 +224,7 @@ class _Inputs:
             raise InvalidRequest(name, f"must be a list of {what}")
         return items
 
-    def _positive(self, name: str) -> int:
+    def positive(self, name: str) -> int:
         value: int = self._found[name].only()
         if not 1 <= value <= _MOST:
             raise InvalidRequest(name, f"must be in [1, {_MOST}], got {value}")
@@ -231,7 +234,7 @@ class _Inputs:
         """An encoded image as one BYTES element or as UINT8 [n], or pixels as UINT8 [height, width, 1, 3 or 4]. Both
         shapes may begin with a batch of 1."""
         if "MAX_CROPS" in self._found:
-            image.max_crops = self._positive("MAX_CROPS")
+            image.max_crops = self.positive("MAX_CROPS")
         tensor = self._found["IMAGE"]
         if tensor.datatype != "UINT8":
             image.encoded = tensor.only()
@@ -288,12 +291,32 @@ def _segment(task: pb.SegmentTask, inputs: _Inputs) -> None:
         task.refinement = REFINEMENTS[inputs.flag("REFINE")]
 
 
+def _gaze(task: pb.GazeTask, inputs: _Inputs) -> None:
+    """The output has one gaze, or those of all faces that the model finds."""
+    places = inputs.spatial_refs()
+    if len(places) > 1:
+        raise InvalidRequest(
+            "SPATIAL_REFS",
+            f"has {len(places)} places; gaze takes an eye [x, y], a face [x_min, y_min, x_max, y_max], or none for all "
+            "faces",
+        )
+    for place in places:
+        if place.HasField("point"):
+            task.eyes.append(place.point)
+        else:
+            task.faces.append(place.box)
+    task.accurate = inputs.flag("ACCURATE")
+    if inputs.has("MAX_OBJECTS"):
+        task.max_faces = inputs.positive("MAX_OBJECTS")
+
+
 _READERS: dict[str, Callable[[Any, _Inputs], None]] = {
     "query": _query,
     "caption": _caption,
     "point": _point,
     "detect": _detect,
     "segment": _segment,
+    "gaze": _gaze,
 }
 _STREAMED = ("query", "caption")
 """The skills that the input STREAM applies to."""

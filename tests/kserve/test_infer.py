@@ -101,6 +101,15 @@ async def test_every_skill_answers_as_kestrel_v1_does(serve):
     coarse = infer(SKILL="segment", OBJECT="dot", REFINE=False, ADAPTER="", **given)
     assert output(await stub.ModelInfer(coarse))["path"] == path
 
+    got = output(await stub.ModelInfer(infer(SKILL="gaze", SPATIAL_REFS="[[0.25, 0.5]]", **given)))
+    eye = {"eyes": [{"x": 0.25, "y": 0.5}], **settings}
+    gazes = await served.vision.Gaze(vision_service_pb2.GazeRequest(image=image, gaze=eye))
+    target = gazes.gazes[0].target
+    assert got["gaze"] == {"x": target.x, "y": target.y, "score": gazes.gazes[0].score}
+    asked = infer(SKILL="gaze", MAX_OBJECTS=2, ACCURATE=True, IMAGE=encoded)
+    got = output(await stub.ModelInfer(asked))
+    assert got["count"] == len(got["gazes"]) <= 2 and all("face" in each for each in got["gazes"])
+
 
 async def test_reasoning_has_its_text_and_grounding(serve):
     served = await serve()
@@ -173,8 +182,9 @@ async def test_pixels_and_typed_contents(serve):
 ASK = {"SKILL": "query", "QUESTION": "?"}
 SEE = {**ASK, "IMAGE": jpeg()}
 FIND = {"SKILL": "detect", "OBJECT": "x", "IMAGE": jpeg()}
+GAZE = {"SKILL": "gaze", "IMAGE": jpeg()}
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"SKILL": "smell"}, "SKILL: 'smell' is not one of query, caption, point, detect, segment"),
+    ({"SKILL": "smell"}, "SKILL: 'smell' is not one of query, caption, point, detect, segment, gaze"),
     ({"QUESTION": "What?"}, "SKILL: is required"),
     ({"SKILL": "query"}, "QUESTION: is required for the skill query"),
     ({"SKILL": "query", "QUESTION": ""}, "QUESTION: must not be empty"),
@@ -208,6 +218,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (SEE | {"PRESUPPOSES": '["x", " "]'}, "PRESUPPOSES[1]: "),
     (SEE | {"PRESUPPOSES": '["\\ud800"]'}, "PRESUPPOSES[0]: "),
     (SEE | {"PRESUPPOSES": '["x"]', "MAX_ABSENCE": 1.5}, "MAX_ABSENCE: 1.5 is not"),
+    (GAZE | {"SPATIAL_REFS": "[[0, 0], [1, 1]]"}, "SPATIAL_REFS: has 2 places; gaze takes an eye"),
+    (GAZE | {"SPATIAL_REFS": "[[0, 2]]"}, "SPATIAL_REFS[0]: 2.0 is not"),
+    (GAZE | {"SPATIAL_REFS": "[[0, 0]]", "ACCURATE": True}, "ACCURATE: "),
+    (GAZE | {"MAX_OBJECTS": 257}, "MAX_OBJECTS: "),
     (FIND | {"MAX_OBJECTS": -4}, "MAX_OBJECTS: must be in [1,"),
     (FIND | {"MAX_CROPS": 0}, "MAX_CROPS: must be in [1,"),
     (FIND | {"MAX_CROPS": 5}, "MAX_CROPS: is 5; must be from 1 to 4"),

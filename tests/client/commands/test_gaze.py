@@ -53,3 +53,15 @@ async def test_bad_flags_are_named(kestrel, flags, told):
 async def test_an_image_is_needed(kestrel):
     status, _, errors = await kestrel("gaze", "--eye", "0,0")
     assert status != 0 and "no image is given: " in errors
+
+
+async def test_analyze_and_count_take_gazes(kestrel):
+    tasks = ["--gaze", "--gaze", "0.25,0.5", "--caption"]
+    status, told, _ = await kestrel("analyze", IMAGE, *tasks, "--json")
+    every, one, _ = json.loads(told)["tasks"].values()
+    assert status == 0 and every["search"] is not None
+    assert [each["eye"] for each in one["gazes"]] == [{"x": 0.25, "y": 0.5}]
+    status, told, _ = await kestrel("count", IMAGE, *tasks)
+    assert status == 0 and "gaze '0.25,0.5': " in told and "gaze: " in told
+    status, _, errors = await kestrel("analyze", IMAGE, "--gaze", "0.25")
+    assert status != 0 and "--gaze 0.25: must be two numbers, like 0.5,0.5" in errors

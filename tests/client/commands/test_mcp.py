@@ -19,7 +19,7 @@ from tests.waiting import until
 
 # Its import takes a second, which every process that collects tests would spend.
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("mcp"), reason="mcp is not installed")
-TOOLS = {"query", "caption", "detect", "point", "segment"}
+TOOLS = {"query", "caption", "detect", "point", "segment", "gaze"}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def command(address: str, *flags: str) -> list[str]:
 
 
 @pytest.mark.slow
-async def test_five_tools_answer_over_standard_input(serve, folder: Path):
+async def test_six_tools_answer_over_standard_input(serve, folder: Path):
     import mcp
     from mcp.client.stdio import stdio_client
 
@@ -60,6 +60,11 @@ async def test_five_tools_answer_over_standard_input(serve, folder: Path):
         searches = json.loads(found.content[0].text)["searches"]
         assert [each["object"] for each in searches] == ["dot", "line"]
         assert [part.type for part in found.content] == ["text", "image"]
+        found = await client.call_tool("gaze", {"image": "grey.png", "eye": [0.25, 0.5]})
+        (gaze,) = json.loads(found.content[0].text)["gazes"]
+        assert gaze["eye"] == {"x": 0.25, "y": 0.5} and "target" in gaze
+        refused = await client.call_tool("gaze", {"image": "grey.png", "eye": [0.25, 7]})
+        assert refused.is_error and "gaze.eyes[0]" in refused.content[0].text
         found = await client.call_tool("query", {**asked, "presupposes": ["dog"]})
         assert json.loads(found.content[0].text)["presupposed"][0]["object"] == "dog"
         asked["stop"] = [""]

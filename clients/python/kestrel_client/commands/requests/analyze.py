@@ -11,6 +11,7 @@ from kestrel_client import (
     AnalyzeResult,
     CaptionTask,
     DetectTask,
+    GazeTask,
     KestrelClient,
     Outcome,
     PointTask,
@@ -30,7 +31,13 @@ from ..flags import SettingsError
 from ..terminal import styled
 from ..values import whole
 from .features import FLAG as FEATURES_FLAG
-from .flags import add_min_score_flag, add_request_flags, add_save_flags, request_options
+from .flags import (
+    add_min_score_flag,
+    add_request_flags,
+    add_save_flags,
+    numbers,
+    request_options,
+)
 from .inputs import IMAGE_HELP, Input, image_names, open_inputs
 from .output import Output, event_dict, print_result
 
@@ -54,7 +61,7 @@ class _AddTask(argparse.Action):
 
 
 ESSENTIAL = (
-    *("--query", "--caption", "--point", "--detect", "--segment", "--max-tokens"),
+    *("--query", "--caption", "--point", "--detect", "--segment", "--gaze", "--max-tokens"),
     *("--min-score", "--stream", "--json", "--save", "--model", "--server"),
 )
 
@@ -98,6 +105,15 @@ def add_task_flags(parser: argparse.ArgumentParser) -> None:
         choices=("short", "normal", "long"),
         help="describe the image",
     )
+    tasks.add_argument(
+        "--gaze",
+        action=_AddTask,
+        dest="tasks",
+        nargs="?",
+        const="",
+        metavar="X,Y",
+        help="find what people look at: from the place of an eye, or from every face",
+    )
     add_flags(parser, "--max-tokens N  limit on the tokens of each task [the server's]", N=whole())
     add_min_score_flag(parser)
 
@@ -106,7 +122,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks of the command line, in order. Raises SettingsError if there is none."""
     if not args.tasks:
         raise SettingsError(
-            "give at least one task: --query, --caption, --point, --detect, --segment"
+            "give at least one task: --query, --caption, --point, --detect, --segment, --gaze"
         )
     return [task_of(kind, argument, args) for kind, argument in args.tasks]
 
@@ -117,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"no image is given: {args.program.name} analyze IMAGE TASK ...")
     inputs = open_inputs(names)
     output, options = Output(args, inputs), request_options(args)
-    titles = {str(n): f"{kind} {argument!r}" for n, (kind, argument) in enumerate(args.tasks)}
+    titles = {str(n): title_of(kind, argument) for n, (kind, argument) in enumerate(args.tasks)}
 
     def ask(client: KestrelClient, image: Input) -> bool:
         output.title(image)
@@ -137,8 +153,17 @@ def run(args: argparse.Namespace) -> int:
     return ask_each(args, inputs, ask)
 
 
+def title_of(kind: str, argument: str) -> str:
+    return f"{kind} {argument!r}" if argument else kind
+
+
 def task_of(kind: str, argument: Any, args: argparse.Namespace) -> Task:
-    """The task of one flag. ``argument``: its question, object or length."""
+    """The task of one flag. ``argument``: its question, object or length, or an eye. Raises SettingsError."""
+    if kind == "gaze":
+        try:
+            return GazeTask(numbers(2)(argument) if argument else (), max_tokens=args.max_tokens)
+        except ValueError as error:
+            raise SettingsError(f"--gaze {argument}: {error}") from None
     scored = {} if kind in ("query", "caption") else {"min_score": args.min_score}
     return _KINDS[kind](argument, max_tokens=args.max_tokens, **scored)
 

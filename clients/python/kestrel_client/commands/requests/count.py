@@ -9,7 +9,7 @@ from kestrel_client import KestrelClient, QueryTask, TaskTokens, TokenCount
 from ..connection import add_connection_flags, ask_each
 from ..flag_table import add_flags
 from ..flags import SettingsError
-from .analyze import add_task_flags, tasks_of
+from .analyze import add_task_flags, tasks_of, title_of
 from .features import FLAG as FEATURES_FLAG
 from .flags import add_request_flags, request_options
 from .inputs import IMAGE_HELP, Input, image_names, open_inputs
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json({"image": name, **counted.to_dict()})
         else:
-            _print(name, counted, [f"{kind} {argument!r}" for kind, argument in args.tasks])
+            _print(name, counted, [title_of(*task) for task in args.tasks])
         return True
 
     return ask_each(args, inputs, count)

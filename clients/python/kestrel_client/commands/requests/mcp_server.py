@@ -1,4 +1,4 @@
-"""``mcp``: the five skills as tools of the Model Context Protocol, for agents. Asks a running server.
+"""``mcp``: the six skills as tools of the Model Context Protocol, for agents. Asks a running server.
 
 An image is named by a path within ``--root``, a data URL, or the id of a stored image. Tools that find places also
 return the image with the places drawn on it.
@@ -137,6 +137,16 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
     async def segment(image: str, object: str) -> list[Any]:
         """Outlines one object, as an SVG path relative to its box, and draws the outline on the image."""
         return await ask("segment", image, object, draws=True)
+
+    @server.tool(structured_output=False)
+    async def gaze(
+        image: str, eye: tuple[float, float] | None = None, accurate: bool = False
+    ) -> list[Any]:
+        """Finds what people look at, and draws it on the image. `eye`: x and y of the eye of one person; by default,
+        all faces are looked for. A target of null is outside the image. `accurate`: look 20 times for each face; not
+        with `eye`."""
+        eyes = () if eye is None else (eye,)
+        return await ask("gaze", image, eyes, draws=True, accurate=accurate)
 
     return server
 
