@@ -333,4 +333,3 @@ async def test_calls_of_one_address_are_bounded_in_time(front):
         # More than the limit even if most of ten seconds pass before the call.
         refused = "RESOURCE_EXHAUSTED: too many calls from this address"
         assert await ask(1_000_000) == refused
-    front.forget_callers()

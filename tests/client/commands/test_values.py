@@ -46,14 +46,8 @@ def test_a_variable_is_named_with_its_value_once():
     ("command", "words"),
     [
         (["query", "", "what?"], "the name of an image is empty"),
-        (
-            ["caption", IMAGE, "loong"],
-            "'loong' is neither an image nor a length; did you mean long?",
-        ),
-        (
-            ["run", "query", "--argument", "a=1", "--argument", "a=2"],
-            "--argument 'a' is given twice",
-        ),
+        (["caption", IMAGE, "loong"], "'loong' is neither an image nor a length; did you mean long?"),
+        (["run", "query", "--argument", "a=1", "--argument", "a=2"], "--argument 'a' is given twice"),
         (["bench", "--concurrency", "0"], "'0': must be a whole number from 1 to 65536"),
         (["health", "--wait", "nan"], "'nan': must be a number of seconds from 0"),
         (["mcp", "--http", "99999"], "'99999': must be a whole number from 1 to 65535"),
@@ -62,7 +56,7 @@ def test_a_variable_is_named_with_its_value_once():
         (["replay", IMAGE], "is not a captured request: it is not text"),
         (["replay", "nowhere"], "cannot read 'nowhere': No such file or directory"),
     ],
-)
+)  # fmt: skip
 def test_invalid_words_are_refused_before_any_work(command, words):
     done = here(*command)
     assert done.returncode in (1, 2) and done.stdout == ""

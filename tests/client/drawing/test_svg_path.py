@@ -108,6 +108,13 @@ def test_large_arc_and_sweep() -> None:
     assert areas[1, 0] == pytest.approx(-(math.pi - segment), rel=0.02)
 
 
+def test_an_ellipse_is_turned() -> None:
+    """Two segments of the ellipse with half axes 1/2 and 1/4, each cut by a chord of half the long axis."""
+    (polygon,) = polygons("M.5 .25A.5 .25 90 0 1 .5 .75A.5 .25 90 0 1 .5 .25")
+    angle = 2 * math.asin(0.5)
+    assert signed_area(polygon) == pytest.approx((angle - math.sin(angle)) / 8, rel=0.01)
+
+
 def test_an_arc_of_no_radius_is_a_line() -> None:
     assert polygons("M0 0A0 1 0 0 1 1 0L1 1z") == [[(0, 0), (1, 0), (1, 1)]]
 
@@ -116,6 +123,12 @@ def test_an_arc_of_no_radius_is_a_line() -> None:
     ("path", "corners"),
     [
         ("", 0),
+        ("Z", 0),
+        ("hello", 0),
+        ("M 0", 0),
+        ("0 0 M 1 1", 0),
+        ("M nan 0 L 1 1 L 0 1", 0),
+        ("M0 0L1 0L1 1L0 1Z 7 7L.5 .5", 4),
         ("M 0 0 L 1 0 z", 0),  # two corners enclose nothing
         ("L 0 0 1 0 1 1 z", 0),  # no moveto
         ("M0 0L1 0L1 1L0 1L5", 4),  # drawn up to the error

@@ -25,8 +25,11 @@ def part(detail: str | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("image", "fields", "crops"),
-    [
+    "text", ["What?", "Detect every cat. Answer with JSON: bbox_2d and label."]
+)
+async def test_openai(http, text):
+    _, client = await http()
+    for image, fields, crops in (
         (part(), {}, 5),
         (part("low"), {}, 1),
         (part("high"), {}, 5),
@@ -35,16 +38,10 @@ def part(detail: str | None = None) -> dict[str, Any]:
         (part(), {"max_crops": 2}, 3),
         (part("low"), {"max_crops": 2}, 1),
         (part("high"), {"max_crops": 1}, 1),
-    ],
-)
-@pytest.mark.parametrize(
-    "text", ["What?", "Detect every cat. Answer with JSON: bbox_2d and label."]
-)
-async def test_openai(http, image, fields, crops, text):
-    _, client = await http()
-    body = (await client.post("/v1/chat/completions", json=chat(image, text, **fields))).json()
-    assert body["usage"]["prompt_tokens_details"]["num_crops"] == crops
-    assert body["usage"]["prompt_tokens_details"]["image_tokens"] == 81
+    ):
+        body = (await client.post("/v1/chat/completions", json=chat(image, text, **fields))).json()
+        assert body["usage"]["prompt_tokens_details"]["num_crops"] == crops
+        assert body["usage"]["prompt_tokens_details"]["image_tokens"] == 81
 
 
 async def test_openai_images_of_one_request_have_details_of_their_own(http):
@@ -55,23 +52,20 @@ async def test_openai_images_of_one_request_have_details_of_their_own(http):
     assert body["usage"]["prompt_tokens_details"]["num_crops"] == 1 + 3
 
 
-@pytest.mark.parametrize(
-    ("image", "fields", "param", "why"),
-    [
+async def test_openai_names_what_is_wrong(http):
+    _, client = await http()
+    for image, fields, param, why in (
         (part("lowest"), {}, "messages[0].content[0].image_url.detail", "must be one of low, high"),
         (part(), {"max_crops": 5}, "max_crops", f"is 5; {LIMIT}"),
         (part(), {"max_crops": 0}, "max_crops", f"{BELOW} 0"),
         (part(), {"max_crops": 2**31}, "max_crops", f"{BELOW} 2147483648"),
         (part(), {"max_crops": "2"}, "max_crops", "must be a whole number, got a string"),
         (part(), {"max_crops": 1.5}, "max_crops", "must be a whole number, got 1.5"),
-    ],
-)
-async def test_openai_names_what_is_wrong(http, image, fields, param, why):
-    _, client = await http()
-    response = await client.post("/v1/chat/completions", json=chat(image, **fields))
-    error = response.json()["error"]
-    assert response.status_code == 400 and error["param"] == param
-    assert error["message"].startswith(f"{param}: {why}")
+    ):
+        response = await client.post("/v1/chat/completions", json=chat(image, **fields))
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == param
+        assert error["message"].startswith(f"{param}: {why}")
 
 
 @pytest.mark.parametrize("path", ["query", "caption", "point", "detect", "segment"])

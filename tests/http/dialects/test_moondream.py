@@ -205,13 +205,7 @@ async def test_errors_name_the_json_field(http):
         ("caption", {"image_url": "data:image/png;base64,!!"}, 400, "image_url", "base64"),
         ("caption", {"image_url": "AAAA"}, 400, "image_url", ""),
         ("caption", {"image_url": url, "length": "tiny"}, 400, "length", "short, normal or long"),
-        (
-            "caption",
-            {"image_url": url, "settings": {"temperature": -1}},
-            400,
-            "settings.temperature",
-            "",
-        ),
+        ("caption", {"image_url": url, "settings": {"temperature": -1}}, 400, "settings.temperature", ""),
         (
             "detect",
             {"image_url": url, "object": "x", "settings": {"max_objects": 0}},
@@ -240,13 +234,7 @@ async def test_errors_name_the_json_field(http):
             "settings.region",
             "needs x_min < x_max",
         ),
-        (
-            "query",
-            {"question": "x", "settings": {"region": [0, 0, 1, 1]}},
-            400,
-            "settings.region",
-            "image_url",
-        ),
+        ("query", {"question": "x", "settings": {"region": [0, 0, 1, 1]}}, 400, "settings.region", "image_url"),
         (
             "point",
             {"image_url": url, "object": "x", "settings": {"tiles": {"rows": 5, "columns": 5}}},
@@ -269,16 +257,10 @@ async def test_errors_name_the_json_field(http):
             "model",
             "there is no adapter 'ab@1'",
         ),
-        (
-            "point",
-            {"image_url": url, "object": "x", "spatial_refs": [[1]]},
-            400,
-            "spatial_refs[0]",
-            "2 or 4",
-        ),
+        ("point", {"image_url": url, "object": "x", "spatial_refs": [[1]]}, 400, "spatial_refs[0]", "2 or 4"),
         ("query", [1], 400, None, "must be a JSON object"),
         ("query", "x", 400, None, "must be a JSON object"),
-    ]
+    ]  # fmt: skip
     for path, body, status, param, part in cases:
         response = await client.post(f"/v1/{path}", json=body)
         error = response.json()["error"]

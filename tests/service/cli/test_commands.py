@@ -400,16 +400,10 @@ def test_models_and_health(server):
         (["caption", "img_gone", "--save", "x.png"], "give its file with --save-on FILE"),
         (["health", "--service", "x"], "has no service 'x'"),
         (["caption", "{text}"], "not in a supported format"),
-        (
-            ["detect", "{picture}", "pink star", "--save", "/absent/x.png"],
-            "cannot write",
-        ),
-        (
-            ["detect", "{picture}", "pink star", "--save", "x.unknown"],
-            "cannot write",
-        ),
+        (["detect", "{picture}", "pink star", "--save", "/absent/x.png"], "cannot write"),
+        (["detect", "{picture}", "pink star", "--save", "x.unknown"], "cannot write"),
     ],
-)
+)  # fmt: skip
 def test_failures_are_one_line_and_status_1(server, arguments, words):
     named = [a.format(picture=IMAGE, text=__file__) for a in arguments]
     done = ask(server, *named)

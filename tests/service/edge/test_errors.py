@@ -83,26 +83,18 @@ BAD = {
     "no image": bad(caption(image=None), "image", "required"),
     "an empty image message": bad(caption(image=common_pb2.Image()), "image", "encoded, raw"),
     "zero bytes": bad(caption(image=encoded(b"")), "image", "empty", "IMAGE_BROKEN"),
-    "noise": bad(
-        caption(image=encoded(bytes(range(256)))), "image", "JPEG", "IMAGE_FORMAT_UNSUPPORTED"
-    ),
+    "noise": bad(caption(image=encoded(bytes(range(256)))), "image", "JPEG", "IMAGE_FORMAT_UNSUPPORTED"),
     "an SVG": bad(
         caption(image=encoded(b'<svg xmlns="http://www.w3.org/2000/svg"/>')),
         "image",
         "format",
         "IMAGE_FORMAT_UNSUPPORTED",
     ),
-    "half a JPEG": bad(
-        caption(image=encoded(JPEG[: len(JPEG) // 2])), "image", "JPEG", "IMAGE_BROKEN"
-    ),
+    "half a JPEG": bad(caption(image=encoded(JPEG[: len(JPEG) // 2])), "image", "JPEG", "IMAGE_BROKEN"),
     "too many pixels": bad(caption(image=png(400, 300)), "image", "400x300", "IMAGE_TOO_LARGE"),
     "too thin": bad(caption(image=png(300, 10)), "image", "30:1", "IMAGE_TOO_LARGE"),
-    "too many bytes": bad(
-        caption(image=encoded(bytes(60_000))), "image", "60000", "IMAGE_TOO_LARGE"
-    ),
-    "raw pixels too few": bad(
-        caption(image=raw(data=b"123", width=2, height=2)), "image.raw.data", "has 3 bytes"
-    ),
+    "too many bytes": bad(caption(image=encoded(bytes(60_000))), "image", "60000", "IMAGE_TOO_LARGE"),
+    "raw pixels too few": bad(caption(image=raw(data=b"123", width=2, height=2)), "image.raw.data", "has 3 bytes"),
     "raw of negative height": bad(
         caption(image=raw(data=b"123", width=1, height=-1)), "image.raw.height", "at least 1"
     ),
@@ -110,9 +102,7 @@ BAD = {
     "a negative top_k": bad(query(sampling=sampling(top_k=-1)), "query.sampling.top_k", "-1"),
     "a negative max_tokens": bad(query(max_tokens=-5), "query.max_tokens", "-5"),
     "a negative max_objects": bad(detect(max_objects=-5), "detect.max_objects", "-5"),
-    "raw without width": bad(
-        caption(image=raw(data=b"123", height=2)), "image.raw.width", "at least 1"
-    ),
+    "raw without width": bad(caption(image=raw(data=b"123", height=2)), "image.raw.width", "at least 1"),
     "raw of absurd size": bad(
         caption(image=raw(data=b"1", width=2**31 - 1, height=2**31 - 1)),
         "image.raw.data",
@@ -130,32 +120,19 @@ BAD = {
     "empty question": bad(query(question=""), "query.question", "empty"),
     "blank question": bad(query(question=" \n\t "), "query.question", "empty"),
     "32 KiB of question": bad(query(question="x" * 32768), "query.question", "32768"),
-    "a question beyond the context": bad(
-        query(question="x" * 400), "query.question", "300", "CONTEXT_LENGTH_EXCEEDED"
-    ),
+    "a question beyond the context": bad(query(question="x" * 400), "query.question", "300", "CONTEXT_LENGTH_EXCEEDED"),
     "empty object": bad(detect(objects=[""]), "detect.objects[0]", "empty"),
     "unknown length": bad(caption(length=17), "caption.length", "17 is not"),
     "unknown mask format": bad(segment(mask_format=17), "segment.mask_format", "17 is not"),
     "unknown priority": bad(query(options=options(priority=17)), "options.priority", "17 is not"),
     "max_tokens 0": bad(query(max_tokens=0), "query.max_tokens", "at least 1"),
-    "max_tokens beyond the context": bad(
-        query(max_tokens=4000),
-        "query.max_tokens",
-        "4000",
-        "CONTEXT_LENGTH_EXCEEDED",
-    ),
+    "max_tokens beyond the context": bad(query(max_tokens=4000), "query.max_tokens", "4000", "CONTEXT_LENGTH_EXCEEDED"),
     "top_p 1.5": bad(query(sampling=sampling(top_p=1.5)), "query.sampling.top_p", "1.5"),
     "top_p 0": bad(query(sampling=sampling(top_p=0)), "query.sampling.top_p", "(0, 1]"),
     "top_p NaN": bad(query(sampling=sampling(top_p=math.nan)), "query.sampling.top_p", "nan"),
-    "temperature NaN": bad(
-        query(sampling=sampling(temperature=math.nan)), "query.sampling.temperature", "nan"
-    ),
-    "temperature infinite": bad(
-        query(sampling=sampling(temperature=math.inf)), "query.sampling.temperature", "inf"
-    ),
-    "temperature -1": bad(
-        query(sampling=sampling(temperature=-1)), "query.sampling.temperature", "-1"
-    ),
+    "temperature NaN": bad(query(sampling=sampling(temperature=math.nan)), "query.sampling.temperature", "nan"),
+    "temperature infinite": bad(query(sampling=sampling(temperature=math.inf)), "query.sampling.temperature", "inf"),
+    "temperature -1": bad(query(sampling=sampling(temperature=-1)), "query.sampling.temperature", "-1"),
     "max_objects 0": bad(detect(max_objects=0), "detect.max_objects", "at least 1"),
     "an empty reference": bad(
         query(spatial_refs=[ref(x_max=1, y_max=1), common_pb2.SpatialRef()]),
@@ -165,27 +142,19 @@ BAD = {
     "a reference beyond the image": bad(
         point(spatial_refs=[ref(x_max=1.5, y_max=1)]), "point.spatial_refs[0]", "[0, 1]"
     ),
-    "a reference of NaN": bad(
-        point(spatial_refs=[ref(x_max=math.nan, y_max=1)]), "point.spatial_refs[0]", "nan"
-    ),
+    "a reference of NaN": bad(point(spatial_refs=[ref(x_max=math.nan, y_max=1)]), "point.spatial_refs[0]", "nan"),
     "a box inside out": bad(
         segment(spatial_refs=[ref(x_min=0.5, x_max=0.25, y_max=1)]),
         "segment.spatial_refs[0]",
         "x_min <= x_max",
     ),
-    "references without an image": bad(
-        query(images=[], spatial_refs=[ref(x_max=1, y_max=1)]), "images[0]", "required"
-    ),
+    "references without an image": bad(query(images=[], spatial_refs=[ref(x_max=1, y_max=1)]), "images[0]", "required"),
     "an empty request id": bad(query(options=options(request_id="")), "options.request_id", "128"),
-    "a request id with a blank": bad(
-        query(options=options(request_id="a b")), "options.request_id", "128"
-    ),
-    "a long request id": bad(
-        query(options=options(request_id="x" * 129)), "options.request_id", "128"
-    ),
+    "a request id with a blank": bad(query(options=options(request_id="a b")), "options.request_id", "128"),
+    "a long request id": bad(query(options=options(request_id="x" * 129)), "options.request_id", "128"),
     "an empty model name": bad(query(options=options(model="")), "options.model", "512"),
     "a long model name": bad(query(options=options(model="x" * 513)), "options.model", "512"),
-}
+}  # fmt: skip
 
 
 def skill_of(request):

@@ -73,14 +73,8 @@ def test_all_fields_are_counted(question, turns, refs, image):
         (pb.QueryRequest, lambda n: b"\xf8\x7f\x00" * n),
         (pb.QueryRequest, lambda n: b"\xfb\x7f\xfc\x7f" * (n // 2) + b"\xf8\x7f\x00" * (n % 2)),
         (pb.DetectTask, lambda n: part(pb.DetectTask, "objects", b"") * n),
-        (
-            pb.QueryRequest,
-            lambda n: part(pb.QueryRequest, "query", part(pb.QueryTask, "history", b"") * (n - 1)),
-        ),
-        (
-            kserve.InferTensorContents,
-            lambda n: part(kserve.InferTensorContents, "int64_contents", b"\x01" * (n - 1)),
-        ),
+        (pb.QueryRequest, lambda n: part(pb.QueryRequest, "query", part(pb.QueryTask, "history", b"") * (n - 1))),
+        (kserve.InferTensorContents, lambda n: part(kserve.InferTensorContents, "int64_contents", b"\x01" * (n - 1))),
         (
             kserve.InferTensorContents,
             lambda n: part(kserve.InferTensorContents, "fp32_contents", b"\x01" * 4 * (n - 1)),
@@ -91,7 +85,7 @@ def test_all_fields_are_counted(question, turns, refs, image):
         ),
     ],
     ids=["messages", "unknown", "groups", "texts", "inner", "varints", "floats", "doubles"],
-)
+)  # fmt: skip
 def test_the_limit(kind, small, beyond):
     data = small(MOST_FIELDS + beyond)
     kind.FromString(data)

@@ -174,26 +174,17 @@ BAD = {
     "a long name": (run("x" * 129), "skill.name"),
     "a setting out of range": (run(settings={"top_p": 2}), "skill.settings.top_p"),
     "sampling out of range": (run(sampling=common_pb2.Sampling(top_p=2)), "skill.sampling.top_p"),
-    "both": (
-        run(settings={"seed": 1}, sampling=common_pb2.Sampling(seed=1)),
-        "skill.settings.seed",
-    ),
+    "both": (run(settings={"seed": 1}, sampling=common_pb2.Sampling(seed=1)), "skill.settings.seed"),
     "an unknown setting": (run(settings={"depth": 1}), "skill.settings.depth"),
     "text for a number": (run(settings={"max_tokens": "2"}), "skill.settings.max_tokens"),
     "half a token": (run(settings={"max_tokens": 2.5}), "skill.settings.max_tokens"),
     "a number for text": (run(arguments={"question": 7}), "skill.arguments.question"),
     "nothing for text": (run(arguments={"question": None}), "skill.arguments.question"),
-    "a ref of three": (
-        run("point", {"object": "cat", "spatial_refs": [[0, 0, 0]]}),
-        "skill.arguments.spatial_refs[0]",
-    ),
+    "a ref of three": (run("point", {"object": "cat", "spatial_refs": [[0, 0, 0]]}), "skill.arguments.spatial_refs[0]"),
     "a long prompt": (run(arguments={"question": "x" * 400}), "skill.arguments.question"),
     "too many tokens": (run(settings={"max_tokens": 1000}), "skill.settings.max_tokens"),
     "salt": (run(options=common_pb2.RequestOptions(cache_salt="x" * 129)), "options.cache_salt"),
-    "a picture of nothing": (
-        pb.RunSkillRequest(image=common_pb2.Image(), skill=pb.SkillTask(name="query")),
-        "image",
-    ),
+    "a picture of nothing": (pb.RunSkillRequest(image=common_pb2.Image(), skill=pb.SkillTask(name="query")), "image"),
     "raw pixels too few": (
         pb.RunSkillRequest(
             image=common_pb2.Image(raw=common_pb2.RawImage(data=b"1", width=2, height=2)),
@@ -201,7 +192,7 @@ BAD = {
         ),
         "image.raw.data",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
