@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 WITHIN_S = 60.0
 """Seconds after which what a test waits for is held to come never, however busy the machine."""
 
-_LOOK_S = 0.005
+
+def _pauses_s() -> Iterator[float]:
+    """Seconds between looks, which become rarer after a fifth of a second."""
+    return itertools.chain(itertools.repeat(0.005, 40), itertools.repeat(0.025))
 
 
 async def until(condition: Callable[[], Any], seen: Callable[[], Any] | None = None) -> Any:
@@ -20,7 +24,7 @@ async def until(condition: Callable[[], Any], seen: Callable[[], Any] | None = N
     Raises AssertionError with the condition's source after WITHIN_S, and with what ``seen()`` returns.
     """
     end = time.monotonic() + WITHIN_S
-    while True:
+    for pause_s in _pauses_s():
         value = condition()
         if inspect.isawaitable(value):
             value = await value
@@ -28,17 +32,18 @@ async def until(condition: Callable[[], Any], seen: Callable[[], Any] | None = N
             return value
         if time.monotonic() > end:
             raise AssertionError(_missing(condition, seen))
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(pause_s)
 
 
 def wait_until(condition: Callable[[], Any], seen: Callable[[], Any] | None = None) -> Any:
     """``until`` for tests that run no event loop: the thread sleeps between looks."""
     end = time.monotonic() + WITHIN_S
-    while not (value := condition()):
+    for pause_s in _pauses_s():
+        if value := condition():
+            return value
         if time.monotonic() > end:
             raise AssertionError(_missing(condition, seen))
-        time.sleep(_LOOK_S)
-    return value
+        time.sleep(pause_s)
 
 
 T = TypeVar("T")

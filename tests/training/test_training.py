@@ -71,6 +71,7 @@ def test_orthogonalise() -> None:
     assert float(values.min()) > 0.5 and float(values.max()) < 1.4
 
 
+@pytest.mark.slow
 def test_muon_steps_as_torch_does() -> None:
     """Both round to bfloat16, in another order, which moves what four steps add by 2 to 3 %."""
     torch.manual_seed(3)

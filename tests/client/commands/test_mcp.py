@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.code_blocks import ROOT
+from tests.forking.process import ForkedProcess
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -88,7 +89,7 @@ async def test_http_answers_as_standard_input_does(serve):
 
     served = await serve()
     port = free_port()
-    process = subprocess.Popen(
+    process = ForkedProcess(
         command(served.server.addresses[0], "--http", str(port)),
         cwd=ROOT,
         stderr=subprocess.PIPE,

@@ -465,16 +465,6 @@ def test_help_and_version():
     assert done.returncode == 0
 
 
-def test_client_commands_load_neither_torch_nor_the_engine():
-    code = (
-        "import sys\nfrom kestrel_grpc.cli.program import main\n"
-        "main(['query', 'hi', '--server', '127.0.0.1:1', '--timeout', '1'])\n"
-        "print(*{'torch', 'numpy', 'pyvips', 'kestrel_engine'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "", done.stderr
-
-
 def test_a_port_in_use_is_named(server):
     done = kestrel("serve", "--listen", server[0])
     assert done.returncode == 1

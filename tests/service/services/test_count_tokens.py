@@ -73,8 +73,14 @@ async def client(serve):
         yield client
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("picture", PICTURES)
+CASES = [
+    pytest.param(p, t, marks=() if p == "wide" or t == "question" else pytest.mark.slow)
+    for p in PICTURES
+    for t in TASKS
+]
+
+
+@pytest.mark.parametrize(("picture", "task"), CASES)
 async def test_the_count_is_the_usage(client, task, picture):
     image, asked = PICTURES[picture], TASKS[task]
     count = await client.count_tokens(image, asked)

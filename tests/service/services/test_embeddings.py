@@ -15,7 +15,6 @@ from kestrel_client import (
     ImageHandle,
     InvalidArgumentError,
     InvalidRequestError,
-    KestrelClient,
     KestrelError,
 )
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
@@ -238,8 +237,3 @@ async def test_with_the_bundled_model():
         pooled = (await engine.embed(image)).output["image"]
         mean = wanted.mean(axis=0)
         np.testing.assert_allclose(pooled, mean / np.linalg.norm(mean), atol=1e-6)
-
-
-def test_the_synchronous_client_has_the_same_methods():
-    for name in ("embed", "stream_embed", "embed_many"):
-        assert callable(getattr(KestrelClient, name))
