@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kestrel_client.commands.bench.reporting.comparison import Compared
+from kestrel_client.commands.bench.reporting.comparison import FigureComparison
 from kestrel_client.commands.bench.reporting.comparison import compare as compare_figures
 
 from .reports.report import shown
@@ -52,7 +52,7 @@ def read_run(path: Path) -> Run:
     return Run(figures, machines)
 
 
-def compare(old: Run, new: Run) -> list[Compared]:
+def compare(old: Run, new: Run) -> list[FigureComparison]:
     """Returns the figures that both runs have, the worst first."""
     first, second = (
         {": ".join(key): value for key, value in run.figures.items()} for run in (old, new)

@@ -39,7 +39,7 @@ class Loading(NamedTuple):
     step: str
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """The end of a load."""
 
     name: str
@@ -68,7 +68,7 @@ class ModelChanges:
         self._named = frozenset(str(place) for place in places if place is not None)
         """The models and files that were named at the start."""
         self._telemetry = telemetry
-        self._task: asyncio.Task[Loaded] | None = None
+        self._task: asyncio.Task[LoadedModel] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         """The models that are being unloaded. Their engines are the server's to shut down, too."""
 
@@ -80,7 +80,7 @@ class ModelChanges:
 
     def load(
         self, source: str, settings: Mapping[str, str], *, make_default: bool
-    ) -> AsyncIterator[Loading | Loaded]:
+    ) -> AsyncIterator[Loading | LoadedModel]:
         """Loads a model (`other_model`) and reports the progress, then the end. Loading continues if the reader leaves.
 
         Raises InvalidRequest and ModelUnavailable at once or while it loads.
@@ -160,7 +160,7 @@ class ModelChanges:
 
     async def _load_one(
         self, config: RuntimeConfig, progress: Progress, make_default: bool
-    ) -> Loaded:
+    ) -> LoadedModel:
         """Loads a further model, which is listed meanwhile. Raises ModelUnavailable."""
         model = ServedModel(config)
         self._served.add(model)
@@ -181,7 +181,7 @@ class ModelChanges:
             self.make_default(loaded.name)
         return loaded
 
-    async def _fill(self, model: ServedModel, progress: Progress | None) -> Loaded:
+    async def _fill(self, model: ServedModel, progress: Progress | None) -> LoadedModel:
         """Loads the engine of a listed model."""
         assert self._load is not None, "checked by the caller"
         self._check_distinct(model, model.name)
@@ -203,7 +203,7 @@ class ModelChanges:
         self._changed()
         seconds = round(clock.now() - began, 3)
         log_lifecycle("loaded", model=info.model, device=info.device, load_s=seconds)
-        return Loaded(info.model, info.device, seconds)
+        return LoadedModel(info.model, info.device, seconds)
 
     def _check_distinct(self, model: ServedModel, name: str) -> None:
         """Raises ConfigError if another model has the name of ``model``."""
@@ -212,18 +212,18 @@ class ModelChanges:
             raise ConfigError("model", name, limit)
 
 
-_Events: TypeAlias = asyncio.Queue[Loading | asyncio.Task[Loaded]]
+_Events: TypeAlias = asyncio.Queue[Loading | asyncio.Task[LoadedModel]]
 """Reports of a load, and at last its task, which has ended."""
 
 
-async def _reported(events: _Events) -> AsyncIterator[Loading | Loaded]:
+async def _reported(events: _Events) -> AsyncIterator[Loading | LoadedModel]:
     """Yields the reports, then the task's result. Raises its error."""
     while isinstance(event := await events.get(), Loading):
         yield event
     yield await event
 
 
-def _put_end(events: _Events, task: asyncio.Task[Loaded]) -> None:
+def _put_end(events: _Events, task: asyncio.Task[LoadedModel]) -> None:
     """Puts the ended task. Its error is logged by itself, if the caller has left."""
     if not task.cancelled():
         task.exception()

@@ -49,7 +49,7 @@ class AdapterFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedAdapter:
     """An adapter that fits the model. ``pairs``: A and B of each module. ``scales``: B's factor of each module.
     ``count``: elements."""
 
@@ -137,7 +137,7 @@ def have_changed(found: AdapterFiles) -> bool:
         return True
 
 
-def check(found: AdapterFiles, shapes: Shapes, text: TextConfig) -> Checked:
+def check(found: AdapterFiles, shapes: Shapes, text: TextConfig) -> CheckedAdapter:
     """Checks all names, shapes and types, and the scale. Reads headers only. Raises AdapterUnfit."""
     with _naming(found.name, found.files[0].parent):
         files = tuple(file for file in found.files if file.name != CONFIG_NAME)
@@ -164,10 +164,10 @@ def check(found: AdapterFiles, shapes: Shapes, text: TextConfig) -> Checked:
             raise CheckpointError("holds no tensor")
         is_peft = found.files[-1].name == CONFIG_NAME
         settings = _settings(found, described)
-        return Checked(found, pairs, scales(settings, pairs, is_peft=is_peft))
+        return CheckedAdapter(found, pairs, scales(settings, pairs, is_peft=is_peft))
 
 
-def read(checked: Checked, dtype: torch.dtype, packer: Packer | None = None) -> Adapter:
+def read(checked: CheckedAdapter, dtype: torch.dtype, packer: Packer | None = None) -> Adapter:
     """Reads the tensors of a checked adapter into the memory of the host. Raises AdapterUnfit if they are not finite or
     the files are others by now."""
     from ..models.low_rank import LowRank

@@ -22,7 +22,7 @@ from ..checkpoint.weights.expected import Shapes
 from ..errors import AdaptersFull, AdapterUnavailable, AdapterUnfit, EngineClosed
 from ..types.adapter import Adapter, AdapterCounts
 from ..types.model_config import ModelConfig
-from .files import AdapterFiles, Checked, Packer, check, have_changed, read
+from .files import AdapterFiles, CheckedAdapter, Packer, check, have_changed, read
 from .origins.origins import Origins, Version
 from .targets import targets
 
@@ -220,7 +220,7 @@ class AdapterLibrary:
         self._reserve(entry, self._size(checked))
         return await loop.run_in_executor(self._thread, read, checked, self._dtype, self._packer)
 
-    def _size(self, checked: Checked) -> int:
+    def _size(self, checked: CheckedAdapter) -> int:
         """The bytes of an adapter on the device. Raises AdapterUnfit if the kernels can't compute it."""
         if self._packer is None:
             return checked.count * self._dtype.itemsize

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Downloaded:
+class DownloadedModel:
     """A repository in the cache. ``name``: the value of --model that names it."""
 
     name: str
@@ -19,7 +19,7 @@ class Downloaded:
     folder: str
 
 
-def downloaded() -> tuple[Downloaded, ...]:
+def downloaded() -> tuple[DownloadedModel, ...]:
     """Returns all models in the cache, sorted by name, including those that other programs downloaded."""
     found = []
     for repository in _repositories():
@@ -32,12 +32,14 @@ def downloaded() -> tuple[Downloaded, ...]:
             repository.repo_id,
         )
         found.append(
-            Downloaded(name, repository.repo_id, repository.size_on_disk, str(repository.repo_path))
+            DownloadedModel(
+                name, repository.repo_id, repository.size_on_disk, str(repository.repo_path)
+            )
         )
     return tuple(sorted(found, key=lambda each: each.name))
 
 
-def remove(name: str) -> Downloaded:
+def remove(name: str) -> DownloadedModel:
     """Deletes a model's files, in all revisions, from the cache. Raises ConfigError if the model isn't there."""
     from huggingface_hub import scan_cache_dir
 

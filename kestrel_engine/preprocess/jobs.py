@@ -26,7 +26,7 @@ most this many seconds before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Preprocessed:
+class PreparedLooks:
     """``looks``: one, or those of a Tiled image. ``seconds``: the time of the work, without the wait for a decoder."""
 
     looks: Looks
@@ -56,7 +56,7 @@ class ImageJob:
     principal: str
     key: bytes | None
     result: asyncio.Future[Any]
-    """Gets Preprocessed, or HeaderSize."""
+    """Gets PreparedLooks, or HeaderSize."""
     namespace: str
     background: Colour | None = None
     selection: Selection = WHOLE

@@ -38,7 +38,7 @@ from ..processes.template import confined
 from ..types.model_config import VisionConfig
 from .decoding.costs import FIELD, Cost
 from .decoding.open_image import ImageSource, OnBackground, read_source
-from .jobs import HeaderSize, ImageJob, Preprocessed
+from .jobs import HeaderSize, ImageJob, PreparedLooks
 from .known_bytes import KnownBytes
 from .looks import WHOLE, selection_of, selection_values
 from .measuring import MeasuredImage, measured
@@ -165,7 +165,7 @@ class PreprocessPool:
         *,
         principal: str = "",
         is_high: bool = False,
-    ) -> Preprocessed:
+    ) -> PreparedLooks:
         """Decodes and tiles one image, which may be an InRegion, InCrops or Tiled. Requests of one namespace share
         repeated images. ``is_high``: the request has the best priority.
 
@@ -187,7 +187,7 @@ class PreprocessPool:
             digest = await asyncio.to_thread(source_digest, source)
         key = None if digest is None else source_key(digest, namespace, background, selection)
         if key is not None and (kept := self._cache.find(key)) is not None:
-            return Preprocessed(kept, clock.now() - began)
+            return PreparedLooks(kept, clock.now() - began)
         if isinstance(source, bytes):
             payload = read_source(source, self._limits)
         else:
@@ -209,7 +209,7 @@ class PreprocessPool:
             if job.queue is not None:
                 job.wait_in(job.queue)
         del payload, source
-        prepared: Preprocessed = await self._result_of(job)
+        prepared: PreparedLooks = await self._result_of(job)
         return prepared
 
     async def measure(
@@ -406,7 +406,7 @@ class PreprocessPool:
             self._learn_cost(run.job, outcome)
         elif isinstance(outcome, HeaderSize):
             self._finish(run.job, outcome)
-        elif isinstance(outcome, Preprocessed):
+        elif isinstance(outcome, PreparedLooks):
             if decoder.is_open:
                 # The image keeps its segment. A large new one is not prepared: the next image may be small.
                 num_bytes = sum(look.num_bytes for look in outcome.looks)
@@ -476,8 +476,8 @@ class PreprocessPool:
         job.result.cancel()
         self._forget(job)
 
-    def _finish(self, job: ImageJob, done: Preprocessed | HeaderSize) -> None:
-        if job.key is not None and isinstance(done, Preprocessed):
+    def _finish(self, job: ImageJob, done: PreparedLooks | HeaderSize) -> None:
+        if job.key is not None and isinstance(done, PreparedLooks):
             self._cache.keep_looks(job.key, done.looks)
         self._forget(job)
         if not job.result.done():

@@ -30,7 +30,7 @@ from .crops import (
     select_tiling,
 )
 from .decoding.open_image import read_source
-from .jobs import Preprocessed
+from .jobs import PreparedLooks
 from .prepared_cache import PreparedCache, in_namespace, source_key
 
 _MOST_SIZES = 64
@@ -90,7 +90,7 @@ class RawImages:
         _, digests = await self._in_thread(self._read, source, None)
         return _digest(source.shape, digests)
 
-    async def prepare(self, source: np.ndarray, namespace: str) -> Preprocessed:
+    async def prepare(self, source: np.ndarray, namespace: str) -> PreparedLooks:
         """Prepares an image that ``takes`` accepts. The result keeps pixels that cannot change, and a copy of
         others. Raises ImageTooLargeError, and EngineClosed after ``close``."""
         began = clock.now()
@@ -102,7 +102,7 @@ class RawImages:
         image, digests = await self._in_thread(self._prepare, source, known)
         if image is None:
             assert kept is not None, "it equals this one"
-            return Preprocessed(kept, clock.now() - began)
+            return PreparedLooks(kept, clock.now() - began)
         assert image.source_digest is not None, image
         key = source_key(image.source_digest, namespace)
         looks = self._cache.find(key)
@@ -113,7 +113,7 @@ class RawImages:
         self._last.move_to_end((namespace, source.shape))
         if len(self._last) > _MOST_SIZES:
             self._last.popitem(last=False)
-        return Preprocessed(looks, clock.now() - began)
+        return PreparedLooks(looks, clock.now() - began)
 
     def close(self) -> None:
         """Ends the threads once they are idle."""

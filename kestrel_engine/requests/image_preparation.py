@@ -15,7 +15,7 @@ from ..config.sizes import Sizes
 from ..errors import RequestError
 from ..preprocess.decoding.costs import FIELD
 from ..preprocess.features import ImageFeatures, features_of, prepared_features
-from ..preprocess.jobs import Preprocessed
+from ..preprocess.jobs import PreparedLooks
 from ..preprocess.looks import Tiled
 from ..preprocess.measuring import MeasuredImage
 from ..preprocess.pool import PreprocessPool
@@ -118,14 +118,14 @@ class ImagePreparation:
 
     async def _prepare_each(
         self, images: Sequence[Any], cache_salt: str, place: QueuePlace
-    ) -> list[Preprocessed]:
+    ) -> list[PreparedLooks]:
         """Prepares the images at the same time. The error of an image names its place, if there are several."""
         if len(images) == 1:
             return [await self._prepare_one(images[0], cache_salt, place)]
 
-        async def prepare(image: Any) -> Preprocessed:
+        async def prepare(image: Any) -> PreparedLooks:
             if isinstance(image, (PreparedImage, PreparedTiles)):
-                return Preprocessed(image.looks, 0.0)
+                return PreparedLooks(image.looks, 0.0)
             return await self._prepare_one(image, cache_salt, place)
 
         tasks = [asyncio.create_task(prepare(image)) for image in images]
@@ -144,11 +144,11 @@ class ImagePreparation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _prepare_one(self, image: Any, cache_salt: str, place: QueuePlace) -> Preprocessed:
+    async def _prepare_one(self, image: Any, cache_salt: str, place: QueuePlace) -> PreparedLooks:
         if (features := features_of(image)) is not None:
             began = clock.now()
             checked = await asyncio.to_thread(self._features, features, cache_salt)
-            return Preprocessed((checked,), clock.now() - began)
+            return PreparedLooks((checked,), clock.now() - began)
         return await self.pool.prepare(
             image, cache_salt, principal=place.principal, is_high=place.priority == 0
         )

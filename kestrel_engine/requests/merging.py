@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..skills.objects.request import Merging
-from ..steps.delivery import Finished
+from ..steps.delivery import RequestOutcome
 from ..types.events import FinishReason
 from ..types.requests import Edges
 
@@ -40,7 +40,7 @@ _WEIGHT: tuple[FinishReason, ...] = ("stop", "length", "cancelled")
 """The reason of a look that the request takes, the least one first."""
 
 
-def merged(looks: Sequence[tuple[Finished, Edges]], merging: Merging) -> Finished:
+def merged(looks: Sequence[tuple[RequestOutcome, Edges]], merging: Merging) -> RequestOutcome:
     """The outcome of a request. ``looks``: the outcome of each look, and its place in the image. Any thread."""
     parts = [part for part, _ in looks]
     every = [(part.output[merging.key], edges) for part, edges in looks]
@@ -50,7 +50,7 @@ def merged(looks: Sequence[tuple[Finished, Edges]], merging: Merging) -> Finishe
     reasons: list[FinishReason] = [part.reason for part in parts]
     if len(found) > most:
         reasons.append("length")
-    return Finished(
+    return RequestOutcome(
         {**parts[0].output, merging.key: found[:most]},
         max(reasons, key=_WEIGHT.index),
         tuple(token for part in parts for token in part.token_ids),

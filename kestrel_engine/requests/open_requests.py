@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from .. import clock
 from ..errors import EngineClosed, KestrelError, RuntimeFailure
 from ..skills.objects.request import Merging
-from ..steps.delivery import Delivery, Finished, RequestEnd
+from ..steps.delivery import Delivery, RequestEnd, RequestOutcome
 from ..types.events import EngineMetrics, EngineResult, StreamUpdate
 from ..types.observer import Observer, RequestEvent
 from ..types.requests import Edges, ImageRegion, image_positions, num_positions
@@ -110,7 +110,7 @@ class OpenRequests:
         self._open |= dict.fromkeys(request.submissions, request)
         self._streams.add(request.stream)
 
-    def end_at_once(self, request: OpenRequest, outcome: Finished) -> None:
+    def end_at_once(self, request: OpenRequest, outcome: RequestOutcome) -> None:
         """Ends a request that was not added, because nothing is computed for it."""
         self._conclude(request, outcome, StepTimings(finished_at=clock.now()))
         self._on_end()
@@ -145,7 +145,7 @@ class OpenRequests:
         """Takes the end of one sequence. A failure ends the others."""
         request = self._open.pop(sequence_id)
         region = region_of(request.submissions[sequence_id])
-        if isinstance(end.outcome, Finished) and region is not None:
+        if isinstance(end.outcome, RequestOutcome) and region is not None:
             output = output_in_image(end.outcome.output, region)
             end = dataclasses.replace(end, outcome=dataclasses.replace(end.outcome, output=output))
         had_failed = request.error is not None
@@ -164,10 +164,10 @@ class OpenRequests:
 
     async def _merge(self, request: OpenRequest, merging: Merging) -> None:
         """Ends a request, all of whose looks have ended well."""
-        outcome: Finished | KestrelError = EngineClosed("the engine was shut down")
+        outcome: RequestOutcome | KestrelError = EngineClosed("the engine was shut down")
         looks = []
         for submission, end in request.ended:
-            assert isinstance(end.outcome, Finished)
+            assert isinstance(end.outcome, RequestOutcome)
             region = region_of(submission)
             looks.append((end.outcome, _WHOLE if region is None else region.edges))
         try:
@@ -181,10 +181,10 @@ class OpenRequests:
             self._on_end()
 
     def _conclude(
-        self, request: OpenRequest, outcome: Finished | KestrelError, timings: StepTimings
+        self, request: OpenRequest, outcome: RequestOutcome | KestrelError, timings: StepTimings
     ) -> None:
         self._streams.discard(request.stream)
-        finished = outcome if isinstance(outcome, Finished) else None
+        finished = outcome if isinstance(outcome, RequestOutcome) else None
         metrics = metrics_of(
             request.timings,
             timings,
@@ -219,7 +219,7 @@ class OpenRequests:
     def _observe(
         self,
         request: OpenRequest,
-        outcome: Finished | KestrelError,
+        outcome: RequestOutcome | KestrelError,
         timings: StepTimings,
         metrics: EngineMetrics,
     ) -> None:

@@ -19,7 +19,7 @@ from ..skills.base import SkillOutput, SkillRequest
 from ..skills.objects.request import ObjectsRequest
 from ..skills.prompts import build_prompt
 from ..steps.active import SkillSubmission
-from ..steps.delivery import Finished
+from ..steps.delivery import RequestOutcome
 from ..steps.loop import EngineLoop
 from ..types.events import FinishReason, SeenImage
 from ..types.requests import PreparedImage, PreparedTiles
@@ -163,10 +163,10 @@ def _sequences(request: Request) -> list[tuple[PreparedImage, ...]]:
     return looks
 
 
-def _abstained(reason: FinishReason, output: SkillOutput) -> Finished:
+def _abstained(reason: FinishReason, output: SkillOutput) -> RequestOutcome:
     """The outcome of a request for which nothing is generated."""
     output.finish()
-    return Finished(output.output(), reason, (), output.logprobs, abstained=reason == "stop")
+    return RequestOutcome(output.output(), reason, (), output.logprobs, abstained=reason == "stop")
 
 
 def _in_region(checked: SkillRequest, images: Sequence[PreparedImage]) -> SkillRequest:

@@ -24,7 +24,7 @@ Top: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest ids with their log-probabilities (StepToken.top)."""
 
 
-class Drawn(NamedTuple):
+class DrawnToken(NamedTuple):
     """A sampled id, its log-probability, and the likeliest ids."""
 
     id: int
@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
     top: Top = ()
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn | None]:
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[DrawnToken | None]:
     """Samples one id for each row of ``logits`` [rows, vocab] float32, and waits for the device.
 
     The result is None for a row whose logits are not finite. ``logits`` is overwritten. The logprob is that of the id
@@ -50,7 +50,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn | None]:
     return [*_sample(logits, specs)]
 
 
-def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
+def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[DrawnToken]:
     """As `sample`, for finite logits."""
     for row, spec in zip(logits, specs, strict=True):
         _mask_(row, spec.rule)
@@ -62,7 +62,7 @@ def _sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Drawn]:
     chosen = logprobs.gather(1, ids[:, None]).flatten()
     tops = _tops(logits, logprobs, [spec.rule.top for spec in specs])
     return [
-        Drawn(
+        DrawnToken(
             *_apply_otherwise(spec.rule, int(i), float(logprob), logprobs[row]), tops.get(row, ())
         )
         for row, (spec, i, logprob) in enumerate(

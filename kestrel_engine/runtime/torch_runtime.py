@@ -46,7 +46,7 @@ from .out_of_memory import raise_as_memory_error
 from .protocol import StepHandle
 from .reading import PendingReading, fetch
 from .refinement import Refinement, arrays_of, results_of
-from .sampler import Drawn, sample
+from .sampler import DrawnToken, sample
 
 SMALL_PASS = 12_000_000
 """The largest number of multiply-adds of a layer's qkv projection for which a pass runs on one CPU thread.
@@ -353,7 +353,7 @@ class TorchRuntime:
         The id is forced or sampled from the vocabulary head. If the rule reads a value, it comes from a region head.
         """
         free = [i for i, spec in enumerate(specs) if spec.rule.forced is None]
-        ids: list[Drawn | None] = [Drawn(spec.rule.forced or 0, 0.0) for spec in specs]
+        ids: list[DrawnToken | None] = [DrawnToken(spec.rule.forced or 0, 0.0) for spec in specs]
         if free:
             logits = self.model.text.logits(hidden[free])
             for i, drawn in zip(free, sample(logits, [specs[i] for i in free]), strict=True):

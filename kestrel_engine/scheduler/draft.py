@@ -1,4 +1,4 @@
-"""Draft: a step in the making. Owns its rows, and the crops and readings that it computes. Scheduled: a row of it."""
+"""Draft: a step in the making. Owns its rows (ScheduledRow), and the crops and readings that it computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .sequence import Sequence
 
 
 @dataclass(slots=True)
-class Scheduled:
+class ScheduledRow:
     """One sequence's row in a step that is out: where it ends, and in which epoch it was made. Never changed; not
     frozen because one is made for every token, and that would double its cost."""
 
@@ -45,7 +45,7 @@ class Draft:
         self.prefill: list[Row] = []
         self.decode: list[Row] = []
         self.refine: list[RefineRow] = []
-        self.scheduled: list[Scheduled] = []
+        self.scheduled: list[ScheduledRow] = []
         self.dropped: dict[str, bool] = {}
         """As `ImageMemory.take_dropped` returns it."""
         self.dropped_crops: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class Draft:
         sequence.num_scheduled = end = start + 1
         sample = self._sample(sequence)
         self.scheduled.append(
-            Scheduled(sequence, sequence.epoch, end, samples=True, is_prefill=False, images=())
+            ScheduledRow(sequence, sequence.epoch, end, samples=True, is_prefill=False, images=())
         )
         page_table = sequence.page_table(start // self._page_size + 1)
         self.decode.append(
@@ -119,7 +119,7 @@ class Draft:
         sequence.needed = []
         self.reads.append(ImageRead(sequence.sequence_id, image, spec))
         self.scheduled.append(
-            Scheduled(
+            ScheduledRow(
                 sequence, sequence.epoch, 0, samples=False, is_prefill=False, images=(image.key,)
             )
         )
@@ -183,7 +183,7 @@ class Draft:
             sample = self._sample(sequence)
         keys = tuple(piece.image.key for piece in images)
         self.scheduled.append(
-            Scheduled(
+            ScheduledRow(
                 sequence, sequence.epoch, end, sample is not None, is_prefill=True, images=keys
             )
         )

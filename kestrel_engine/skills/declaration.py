@@ -1,7 +1,7 @@
 """What skills take, as JSON Schemas: of arguments, of settings, and of both together.
 
-A skill may declare itself by the attributes of `Declared`. The checks stay where they are, in ``build``; a schema only
-tells callers of a skill that they do not know what to send.
+A skill may declare itself by the attributes of `SkillDeclaration`. The checks stay where they are, in ``build``; a
+schema only tells callers of a skill that they do not know what to send.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Schema: TypeAlias = Mapping[str, Any]
 
 
 @runtime_checkable
-class Declared(Protocol):
+class SkillDeclaration(Protocol):
     """A skill that says what it takes. ``description``: one sentence. ``arguments``, ``settings``: schemas of objects
     (`object_schema`)."""
 
@@ -46,7 +46,7 @@ def names_of(schema: Schema) -> Set[str]:
 def describe(skill: SkillSpec[Any]) -> SkillDescription:
     """The description of a skill. Of a skill that declares nothing, arguments and settings are any objects. Raises
     ConfigError for a declaration that is not JSON."""
-    declared = isinstance(skill, Declared)
+    declared = isinstance(skill, SkillDeclaration)
     parts = {
         name: getattr(skill, name) if declared else {"type": "object"}
         for name in ("arguments", "settings")

@@ -66,7 +66,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class RequestOutcome:
     """The outcome of a request that ended well or was cancelled; ``output`` holds what was generated."""
 
     output: dict[str, Any]
@@ -84,7 +84,7 @@ class Finished:
 class RequestEnd:
     """A request's outcome and when the step thread worked on it."""
 
-    outcome: Finished | KestrelError
+    outcome: RequestOutcome | KestrelError
     timings: StepTimings
 
 
@@ -254,7 +254,7 @@ class DeliveryThread:
         if output.is_complete:
             reason = "stop"
         assert not isinstance(reason, KestrelError)
-        finished = Finished(
+        finished = RequestOutcome(
             output.output(),
             reason,
             output.token_ids,

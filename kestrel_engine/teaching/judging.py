@@ -18,7 +18,15 @@ from ..errors import ConfigError, RequestError
 from ..requests.merging import edges_of, overlap
 from ..types.events import EngineResult
 from ..types.requests import Edges
-from .data.examples import AnsweredQuestion, Boxed, Captioned, Example, Point, Pointed, TaughtImage
+from .data.examples import (
+    BoxExample,
+    CaptionExample,
+    Example,
+    Point,
+    PointExample,
+    QuestionExample,
+    TaughtImage,
+)
 
 AT_ONCE = 4
 """Images whose questions run at the same time."""
@@ -50,10 +58,10 @@ class Score:
 
 
 KINDS: Mapping[type[Example], str] = {
-    AnsweredQuestion: "answers",
-    Captioned: "captions",
-    Pointed: "points",
-    Boxed: "boxes",
+    QuestionExample: "answers",
+    CaptionExample: "captions",
+    PointExample: "points",
+    BoxExample: "boxes",
 }
 
 
@@ -106,27 +114,27 @@ async def _call(
     engine: InferenceEngine, path: Path, example: Example, settings: Mapping[str, Any]
 ) -> EngineResult:
     match example:
-        case AnsweredQuestion(question=question):
+        case QuestionExample(question=question):
             return await engine.query(path, question, settings=settings)
-        case Captioned(length=length):
+        case CaptionExample(length=length):
             return await engine.caption(path, length, settings=settings)
-        case Pointed(object=name):
+        case PointExample(object=name):
             return await engine.point(path, name, settings=settings)
-        case Boxed(object=name):
+        case BoxExample(object=name):
             return await engine.detect(path, name, settings=settings)
 
 
 def score(example: Example, output: Mapping[str, Any]) -> Score:
     """Judges the output of the example's skill."""
     match example:
-        case AnsweredQuestion(answer=answer):
+        case QuestionExample(answer=answer):
             return Score(1, int(output["answer"].strip() == answer.strip()))
-        case Captioned():
+        case CaptionExample():
             return Score(1)
-        case Pointed(points=points):
+        case PointExample(points=points):
             found = points_of(output)
             return _objects(len(points), len(found), _hits(points, found, _nearness, 1 - NEAR))
-        case Boxed(boxes=boxes):
+        case BoxExample(boxes=boxes):
             edges = boxes_of(output)
             return _objects(len(boxes), len(edges), _hits(boxes, edges, overlap, LEAST_IOU))
 

@@ -20,7 +20,14 @@ from pathlib import Path
 from ..engine import InferenceEngine
 from ..types.events import EngineResult
 from ..types.requests import Edges
-from .data.examples import AnsweredQuestion, Boxed, Captioned, Example, Pointed, TaughtImage
+from .data.examples import (
+    BoxExample,
+    CaptionExample,
+    Example,
+    PointExample,
+    QuestionExample,
+    TaughtImage,
+)
 from .judging import NEAR, ask, boxes_of, points_of
 
 LONGER_EVERY = 4
@@ -83,7 +90,7 @@ async def replay(
     found: list[TaughtImage] = []
     for begin in range(0, len(images), TOGETHER):
         some = images[begin : begin + TOGETHER]
-        short = await ask(engine, [(image.path, Captioned("short", ())) for image in some])
+        short = await ask(engine, [(image.path, CaptionExample("short", ())) for image in some])
         own = [phrases_of(str(result.output["caption"])) for result in short]
         seen |= dict.fromkeys(phrase for phrases in own for phrase in phrases)
         questions = [
@@ -99,7 +106,7 @@ async def replay(
         }
         for image, result in zip(some, short, strict=True):
             if image.path in described:
-                answers[image.path].append((ReplayPrompt(Captioned("short", ())), result))
+                answers[image.path].append((ReplayPrompt(CaptionExample("short", ())), result))
         for (image, prompt), result in zip(questions, results, strict=True):
             answers[image.path].append((prompt, result))
         found += [TaughtImage(image.path, _kept(answers[image.path], image)) for image in some]
@@ -130,16 +137,16 @@ def _prompts(
     ``lengths``: of its longer descriptions; None if it is not to be described."""
     prompts = []
     if lengths is not None:
-        prompts.append(ReplayPrompt(AnsweredQuestion(rng.choice(GENERAL_QUESTIONS), "")))
-        prompts += [ReplayPrompt(Captioned(length, ())) for length in lengths]
+        prompts.append(ReplayPrompt(QuestionExample(rng.choice(GENERAL_QUESTIONS), "")))
+        prompts += [ReplayPrompt(CaptionExample(length, ())) for length in lengths]
     nouns = list(dict.fromkeys(phrase.split()[-1] for phrase in own))
     name = rng.choice((*GENERAL_OBJECTS, *nouns))
-    prompts.append(ReplayPrompt(Boxed(name, ()) if index % 3 == 0 else Pointed(name, ())))
+    prompts.append(ReplayPrompt(BoxExample(name, ()) if index % 3 == 0 else PointExample(name, ())))
     others = [phrase for phrase in rng.sample(every, min(4, len(every))) if phrase not in own]
     phrases = (*rng.sample(own, min(2, len(own))), *others[:1])
     questions = QUESTIONS_OF_ONE + (QUESTIONS_OF_TWO if len(phrases) > 1 else ())
     for place, phrase in enumerate(phrases):
-        located = Pointed(phrase, ()) if (index + place) % 2 else Boxed(phrase, ())
+        located = PointExample(phrase, ()) if (index + place) % 2 else BoxExample(phrase, ())
         other = phrases[place - 1]
         question = rng.choice(questions).format(
             phrase=phrase,
@@ -149,7 +156,7 @@ def _prompts(
         )
         prompts += [
             ReplayPrompt(located),
-            ReplayPrompt(AnsweredQuestion(question, ""), (phrase, other)),
+            ReplayPrompt(QuestionExample(question, ""), (phrase, other)),
         ]
     return prompts
 
@@ -162,7 +169,7 @@ def _kept(
     mistaken = {
         prompt.example.object
         for prompt, example in answered
-        if example is None and isinstance(prompt.example, Pointed | Boxed)
+        if example is None and isinstance(prompt.example, PointExample | BoxExample)
     }
     return tuple(
         example
@@ -176,17 +183,17 @@ def _answered(example: Example, result: EngineResult, image: TaughtImage) -> Exa
     if result.finish_reason != "stop" or len(result.token_ids) > MOST_ANSWER_IDS:
         return None
     match example:
-        case AnsweredQuestion(question=question):
-            return AnsweredQuestion(question, str(result.output["answer"]), result.token_ids)
-        case Captioned(length=length):
-            return Captioned(length, result.token_ids)
-        case Pointed(object=name):
+        case QuestionExample(question=question):
+            return QuestionExample(question, str(result.output["answer"]), result.token_ids)
+        case CaptionExample(length=length):
+            return CaptionExample(length, result.token_ids)
+        case PointExample(object=name):
             points = tuple(points_of(result.output))
-            return None if _mistakes(name, points, image) else Pointed(name, points)
-        case Boxed(object=name):
+            return None if _mistakes(name, points, image) else PointExample(name, points)
+        case BoxExample(object=name):
             boxes = tuple(boxes_of(result.output))
             centres = [((x0 + x1) / 2, (y0 + y1) / 2) for x0, y0, x1, y1 in boxes]
-            return None if _mistakes(name, centres, image) else Boxed(name, boxes)
+            return None if _mistakes(name, centres, image) else BoxExample(name, boxes)
 
 
 def _mistakes(name: str, points: Sequence[tuple[float, float]], image: TaughtImage) -> bool:
@@ -201,9 +208,9 @@ def _labelled(image: TaughtImage) -> list[Edges]:
     """The edges of all labelled objects of an image."""
     labelled: list[Edges] = []
     for example in image.examples:
-        if isinstance(example, Boxed):
+        if isinstance(example, BoxExample):
             labelled += example.boxes
-        elif isinstance(example, Pointed):
+        elif isinstance(example, PointExample):
             labelled += [(x - NEAR, y - NEAR, x + NEAR, y + NEAR) for x, y in example.points]
     return labelled
 

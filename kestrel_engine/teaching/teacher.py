@@ -21,10 +21,10 @@ from ..engine import InferenceEngine
 from ..errors import ConfigError, InsufficientMemoryError, InvalidRequest, RuntimeFailure
 from ..skills.base import SkillContext
 from ..types.progress import Progress
-from .data.examples import Captioned, Example, TaughtImage
+from .data.examples import CaptionExample, Example, TaughtImage
 from .data.lessons import Lesson, write
 from .judging import RULES, Score, judge
-from .learning.fitting import FitStep, Fitted, Fitting, ImageLessons
+from .learning.fitting import FitResult, FitStep, Fitting, ImageLessons
 from .learning.packing import MOST_TEXT
 from .replay import replay
 from .settings import TeachingSettings
@@ -47,7 +47,7 @@ class TeachingReport:
     held_out: int
     replayed: int
     settings: TeachingSettings
-    fitted: Fitted
+    fitted: FitResult
     before: dict[str, Score]
     after: dict[str, Score]
 
@@ -235,7 +235,7 @@ def _written(examples: Sequence[Example], context: SkillContext, weight: float) 
         write(
             example,
             context,
-            DESCRIPTION_WEIGHT * weight if isinstance(example, Captioned) else weight,
+            DESCRIPTION_WEIGHT * weight if isinstance(example, CaptionExample) else weight,
         )
         for example in examples
     ]
@@ -249,7 +249,7 @@ def _fit(
     file: Path,
     on_step: Callable[[FitStep], None],
     progress: Progress | None,
-) -> Fitted:
+) -> FitResult:
     """Loads the weights, fits, and writes the adapter to ``file``. Raises KestrelError."""
     import torch
 

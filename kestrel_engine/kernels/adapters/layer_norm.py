@@ -2,7 +2,7 @@
 
 The program of a row adds the change of the MLP before it, B times the sum of the parts of A times the hidden layer, and
 multiplies its result by the A of the MLP after it. So a change of an MLP needs no launch of its own: the GEMM between
-them does the other halves (`skinny_linear.Adapted`). Rows without an adapter are computed as by
+them does the other halves (`skinny_linear.GemmChanges`). Rows without an adapter are computed as by
 `kernels.layer_norm.add_layer_norm`. They read nothing else.
 """
 

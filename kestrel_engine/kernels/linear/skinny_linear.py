@@ -36,7 +36,7 @@ cards without ``pdl``, there is not as much. On a CPU, tests load them so, too."
 
 
 @dataclass(frozen=True, slots=True)
-class Expanded:
+class ColumnChange:
     """The change of some columns: B [columns, 16], at ``b_at`` in the slabs of ``rows``, times ``shrunk`` [M, ranks]
     float32, the products of the input with A."""
 
@@ -46,7 +46,7 @@ class Expanded:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class GemmChanges:
     """The changes of a GEMM by adapters: ``first`` of the columns below ``begin``, ``hidden`` of those from ``begin``
     on, before GELU. None if they are not changed.
 
@@ -55,8 +55,8 @@ class Adapted:
     """
 
     begin: int
-    first: Expanded | None
-    hidden: Expanded | None = None
+    first: ColumnChange | None
+    hidden: ColumnChange | None = None
     a_at: int = 0
     parts: Tensor | None = None
 
@@ -69,7 +69,7 @@ def skinny_linear(
     scales: Tensor | None = None,
     gelu_from: int | None = None,
     tau: tuple[Tensor, Tensor] | None = None,
-    adapted: Adapted | None = None,
+    adapted: GemmChanges | None = None,
     pdl: bool = False,
     tiling: Tiling | None = None,
     out: Tensor | None = None,
@@ -127,7 +127,7 @@ def _launch(
     pdl: bool,
     tiling: Tiling | None,
     tau: tuple[Tensor, Tensor] | None = None,
-    adapted: Adapted | None = None,
+    adapted: GemmChanges | None = None,
 ) -> None:
     """Launches the kernel that ``tiling`` selects. ``out``: [S, M, N]."""
     (rows, k), n, splits = x.shape, weight.shape[0], out.shape[0]
@@ -243,11 +243,11 @@ def _launch_int4_row(
     )  # fmt: skip
 
 
-_UNCHANGED = Adapted(0, None)
+_UNCHANGED = GemmChanges(0, None)
 
 
 def _change_arguments(
-    changes: Adapted, x: Tensor, unused: Tensor
+    changes: GemmChanges, x: Tensor, unused: Tensor
 ) -> tuple[list[Tensor], list[int]]:
     """Returns the kernel's pointers and the places in slabs. ``unused``: a pointer that the kernel does not read."""
     parts = [each for each in (changes.first, changes.hidden) if each is not None]

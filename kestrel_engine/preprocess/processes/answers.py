@@ -21,7 +21,7 @@ from ...types.model_config import VisionConfig
 from ...types.requests import PreparedImage
 from ..crops import KEY_LENGTH, select_tiling, stored_shape
 from ..decoding.costs import FIELD, Cost
-from ..jobs import HeaderSize, ImageJob, Preprocessed
+from ..jobs import HeaderSize, ImageJob, PreparedLooks
 from ..looks import look_size, regions
 from ..prepared_cache import Looks, in_namespace
 from .segments import map_segment
@@ -51,7 +51,7 @@ class Answers:
         job: ImageJob,
         segment: int,
         failure: Exception | None,
-    ) -> Preprocessed | HeaderSize | Cost | Exception:
+    ) -> PreparedLooks | HeaderSize | Cost | Exception:
         """The prepared image, its size, its cost, or its error. ``segment``: the decoder's. ``failure``: the error of
         the job if the decoder has ended. Raises OSError, and KeyError, TypeError or ValueError for an answer that only
         a decoder under an image's control sends."""
@@ -61,7 +61,7 @@ class Answers:
             return size
         if "done" in message and not job.header_only:
             done = message["done"]
-            return Preprocessed(self._looks(done, job, segment), float(done["seconds"]))
+            return PreparedLooks(self._looks(done, job, segment), float(done["seconds"]))
         if "cost" in message and job.cost is None and not job.header_only:
             pixels, num_bytes = int(message["cost"]["pixels"]), int(message["cost"]["num_bytes"])
             seconds = float(message["cost"]["seconds"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...types.step import Lane, StepPlan
 from ..batch import Batch
-from ..draft import Draft, Scheduled
+from ..draft import Draft, ScheduledRow
 from ..sequence import Sequence
 from ..shares import Shares
 from .beside import Beside
@@ -37,6 +37,6 @@ class DecodeLane(StepLane):
         if draft.after is None:
             draft.spacing_s = self._beside.spacing_s
 
-    def launched(self, plan: StepPlan, scheduled: list[Scheduled]) -> None:
+    def launched(self, plan: StepPlan, scheduled: list[ScheduledRow]) -> None:
         super().launched(plan, scheduled)
         self._beside.launched(plan.after)

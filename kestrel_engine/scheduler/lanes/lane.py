@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ...types.step import Lane, StepPlan
 from ..batch import Batch, preemption_rank
-from ..draft import Draft, Scheduled
+from ..draft import Draft, ScheduledRow
 from ..order.turns import Turns
 from ..sequence import Phase, Sequence
 from ..shares import Shares
@@ -21,7 +21,7 @@ class Out:
     """A step that is out. ``alone``: favoured sequences have it for themselves."""
 
     plan: StepPlan
-    scheduled: list[Scheduled]
+    scheduled: list[ScheduledRow]
     alone: bool
 
 
@@ -52,12 +52,12 @@ class StepLane(abc.ABC):
     def settle(self, draft: Draft, step_id: int) -> None:
         """Completes a draft that is not empty."""
 
-    def launched(self, plan: StepPlan, scheduled: list[Scheduled]) -> None:
+    def launched(self, plan: StepPlan, scheduled: list[ScheduledRow]) -> None:
         """Notes a step."""
         self.out.append(Out(plan, scheduled, self.turns.alone))
         self.turns.launched()
 
-    def came_back(self, plan: StepPlan, new_work_s: float | None) -> list[Scheduled]:
+    def came_back(self, plan: StepPlan, new_work_s: float | None) -> list[ScheduledRow]:
         """Returns the rows of the oldest step that is out, which has come back. ``new_work_s``: the seconds of its
         images and prompts; None if it failed."""
         out = self.out.popleft()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...types.step import Lane, StepPlan
 from ..batch import Batch
-from ..draft import Draft, Scheduled
+from ..draft import Draft, ScheduledRow
 from ..sequence import Sequence
 from ..shares import Shares
 from .beside import Beside, StepLoad
@@ -44,11 +44,11 @@ class NewWorkLane(StepLane):
         self._load = self._load._replace(num_decoding=idle.count(False), num_waiting=num_waiting)
         draft.leave_room = self._beside.leaves_room(self._load)
 
-    def launched(self, plan: StepPlan, scheduled: list[Scheduled]) -> None:
+    def launched(self, plan: StepPlan, scheduled: list[ScheduledRow]) -> None:
         super().launched(plan, scheduled)
         self._beside.launched_new_work(plan.step_id, self._load)
 
-    def came_back(self, plan: StepPlan, new_work_s: float | None) -> list[Scheduled]:
+    def came_back(self, plan: StepPlan, new_work_s: float | None) -> list[ScheduledRow]:
         scheduled = super().came_back(plan, new_work_s)
         self._beside.ended(plan.step_id, new_work_s)
         for item in scheduled:

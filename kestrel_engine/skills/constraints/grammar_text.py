@@ -70,7 +70,7 @@ def new_matcher(tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMa
     return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=_limits())
 
 
-class Unlocked:
+class UnlockedMatchers:
     """Lets a matcher consume a token without Python's interpreter lock, for one thread at a time.
 
     The library's own method keeps the lock, which may take as long as a mask. Its method for several matchers releases

@@ -17,7 +17,7 @@ from ...types.step import RuleWait, TokenRule
 from .grammar_process import GrammarProcess
 from .grammar_text import (
     AVAILABLE,
-    Unlocked,
+    UnlockedMatchers,
     first_line,
     lark_of,
     new_matcher,
@@ -110,7 +110,7 @@ class Grammar:
     first: bytes
     field: FieldPath
     threads: MaskThreads
-    unlocked: Unlocked
+    unlocked: UnlockedMatchers
     principal: str = ""
 
     def of(self, principal: str) -> Grammar:
@@ -139,7 +139,7 @@ class Grammars:
         self._threads = threads or MaskThreads()
         self._process = GrammarProcess(confine)
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._unlocked: Unlocked | None = None
+        self._unlocked: UnlockedMatchers | None = None
 
     @property
     def counts(self) -> MaskCounts:
@@ -164,7 +164,7 @@ class Grammars:
             raise InvalidRequest(field, problem)
         if self._tokenizer is None:
             self._tokenizer = self._new_tokenizer()
-            self._unlocked = Unlocked(self._tokenizer)
+            self._unlocked = UnlockedMatchers(self._tokenizer)
         assert self._unlocked is not None
         matcher = new_matcher(self._tokenizer, lark_of(constraint))
         first = matcher.compute_bitmask()[: TokenRule.mask_bytes(self._vocab_size)]

@@ -14,7 +14,7 @@ Point: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class AnsweredQuestion:
+class QuestionExample:
     """A question and its answer. ``ids``: the tokens of the answer, if they are known."""
 
     question: str
@@ -23,7 +23,7 @@ class AnsweredQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class Captioned:
+class CaptionExample:
     """A description. ``length``: "short", "normal" or "long". ``ids``: its tokens."""
 
     length: str
@@ -31,7 +31,7 @@ class Captioned:
 
 
 @dataclass(frozen=True, slots=True)
-class Pointed:
+class PointExample:
     """The points of all objects that a name means; none if there is no such object."""
 
     object: str
@@ -39,14 +39,14 @@ class Pointed:
 
 
 @dataclass(frozen=True, slots=True)
-class Boxed:
+class BoxExample:
     """The boxes of all objects that a name means; none if there is no such object."""
 
     object: str
     boxes: tuple[Edges, ...]
 
 
-Example: TypeAlias = AnsweredQuestion | Captioned | Pointed | Boxed
+Example: TypeAlias = QuestionExample | CaptionExample | PointExample | BoxExample
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from ...coco_labels import CocoLabels, Id
 from ...errors import ConfigError
 from ...types.requests import Edges, is_number
 from .examples import (
-    AnsweredQuestion,
-    Boxed,
+    BoxExample,
     Example,
     Point,
-    Pointed,
+    PointExample,
+    QuestionExample,
     TaughtImage,
     boxes_left_to_right,
     left_to_right,
@@ -89,7 +89,7 @@ def _read_coco(file: Path) -> list[tuple[str, str, Example]]:
             each: [] for each in image.absent or () if each not in image.boxes
         }
         found += [
-            (image.where, image.name, Boxed(labels.categories[each], boxes_left_to_right(own)))
+            (image.where, image.name, BoxExample(labels.categories[each], boxes_left_to_right(own)))
             for each, own in {**image.boxes, **absent}.items()
             if each not in image.crowded
         ]
@@ -134,7 +134,7 @@ def _parsed(line: bytes, where: str) -> tuple[str, str, Example]:
 
 
 def _answered(fields: Mapping[str, Any], where: str) -> Example:
-    return AnsweredQuestion(_text(fields, "question", where), _text(fields, "answer", where))
+    return QuestionExample(_text(fields, "question", where), _text(fields, "answer", where))
 
 
 def _pointed(fields: Mapping[str, Any], where: str) -> Example:
@@ -142,7 +142,7 @@ def _pointed(fields: Mapping[str, Any], where: str) -> Example:
     for index, value in enumerate(_list(fields, "points", where)):
         x, y = _fractions(value, 2, f"points[{index}]", "[x, y]", where)
         points.append((x, y))
-    return Pointed(_text(fields, "object", where), left_to_right(points))
+    return PointExample(_text(fields, "object", where), left_to_right(points))
 
 
 def _boxed(fields: Mapping[str, Any], where: str) -> Example:
@@ -153,7 +153,7 @@ def _boxed(fields: Mapping[str, Any], where: str) -> Example:
         if x0 >= x1 or y0 >= y1:
             raise ConfigError("data", where, f"{name} needs x_min < x_max and y_min < y_max")
         boxes.append((x0, y0, x1, y1))
-    return Boxed(_text(fields, "object", where), boxes_left_to_right(boxes))
+    return BoxExample(_text(fields, "object", where), boxes_left_to_right(boxes))
 
 
 def _text(fields: Mapping[str, Any], name: str, where: str) -> str:

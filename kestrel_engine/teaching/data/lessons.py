@@ -9,7 +9,7 @@ from typing import Any
 from ...skills.base import SkillContext
 from ...skills.registry import SkillRegistry
 from ...types.requests import Coord, ImagePlace, Size, Token
-from .examples import AnsweredQuestion, Boxed, Captioned, Example, Pointed
+from .examples import BoxExample, CaptionExample, Example, PointExample, QuestionExample
 
 _SKILLS = SkillRegistry.default()
 
@@ -54,19 +54,19 @@ class Lesson:
 def write(example: Example, context: SkillContext, weight: float = 1.0) -> Lesson:
     """Returns the lesson of an example. Raises InvalidRequest for a text that the skill refuses."""
     match example:
-        case AnsweredQuestion(question, answer, ids):
+        case QuestionExample(question, answer, ids):
             lesson = _prompt("query", {"question": question}, context, weight)
             _say(lesson, context.codec.encode(answer) if ids is None else ids, context)
-        case Captioned(length, ids):
+        case CaptionExample(length, ids):
             lesson = _prompt("caption", {"length": length}, context, weight)
             _say(lesson, ids, context)
-        case Pointed(name, points):
+        case PointExample(name, points):
             lesson = _prompt("point", {"object": name}, context, weight)
             for x, y in points:
                 _end(lesson, context, is_end=False)
                 lesson.tokens += (Coord(x), Coord(y))
             _end(lesson, context, is_end=True)
-        case Boxed(name, boxes):
+        case BoxExample(name, boxes):
             lesson = _prompt("detect", {"object": name}, context, weight)
             for x0, y0, x1, y1 in boxes:
                 _end(lesson, context, is_end=False)

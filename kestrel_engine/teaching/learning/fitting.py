@@ -62,7 +62,7 @@ class FitStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FitResult:
     """``first_loss``: the validation loss before the first step. ``best_loss``: that of the parameters which were kept.
     ``ended``: why the training ended: "epochs", "minutes" or "patience". ``peak_bytes``: of the device's memory, 0 on a
     CPU. Losses are those of the training where nothing is held out."""
@@ -96,7 +96,7 @@ class Fitting:
         self._rng = random.Random(settings.seed)
         self._views = Views(settings.vary, settings.mirror, self._rng)
 
-    def run(self, training: Sequence[ImageLessons], held_out: Sequence[ImageLessons]) -> Fitted:
+    def run(self, training: Sequence[ImageLessons], held_out: Sequence[ImageLessons]) -> FitResult:
         """Fits, and leaves the last parameters, or the best earlier ones if the held-out images prove these better.
 
         If patience ended the training, the learning rate was still high, so it leaves the parameters with the best
@@ -151,7 +151,7 @@ class Fitting:
             last = best
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         seconds = clock.now() - began
-        return Fitted(
+        return FitResult(
             step, epoch, seconds, in_steps / max(step, 1), peak, first, fmean(last), ended
         )
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import socket
 
-from ...security.connections.accepted import Accepted
+from ...security.connections.accepted import AcceptedConnection
 from ..context import peer_of
 
 
@@ -20,7 +20,7 @@ class HttpConnections:
     def __init__(self, most: int | None) -> None:
         self._most = most
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[Accepted | None, asyncio.Transport]] = {}
+        self._open: dict[int, tuple[AcceptedConnection | None, asyncio.Transport]] = {}
         """By number, the oldest first. The guard does not see connections of unix sockets."""
 
     def add(self, transport: asyncio.Transport) -> int | None:
@@ -32,7 +32,7 @@ class HttpConnections:
         accepted = None
         if found is not None and found.family != socket.AF_UNIX:
             address = transport.get_extra_info("peername")
-            accepted = Accepted(found.fileno(), number, peer_of(address and address[:2]))
+            accepted = AcceptedConnection(found.fileno(), number, peer_of(address and address[:2]))
         self._open[number] = accepted, transport
         return number
 
@@ -40,11 +40,11 @@ class HttpConnections:
         """The connection has ended. Idempotent."""
         self._open.pop(number, None)
 
-    def look(self) -> list[Accepted]:
+    def look(self) -> list[AcceptedConnection]:
         """The open connections of TCP, the oldest first."""
         return [accepted for accepted, _ in self._open.values() if accepted is not None]
 
-    def end(self, connection: Accepted) -> None:
+    def end(self, connection: AcceptedConnection) -> None:
         """Ends a connection if it is still open."""
         found = self._open.get(connection.inode)
         if found is not None:

@@ -26,7 +26,7 @@ _SCRAP = bytearray(1024 * 1024)
 
 
 @dataclass(slots=True, eq=False)
-class Accepted:
+class AcceptedConnection:
     """One accepted connection."""
 
     descriptor: int
@@ -43,7 +43,7 @@ class AcceptedSockets:
 
     def __init__(self, ports: Callable[[], Collection[int]]) -> None:
         self._ports = ports
-        self._known: dict[int, Accepted | None] = {}
+        self._known: dict[int, AcceptedConnection | None] = {}
         """The sockets by inode; None for a socket that is not a connection to one of the ports."""
 
     @staticmethod
@@ -51,7 +51,7 @@ class AcceptedSockets:
         """Whether this system supports observing connections."""
         return sys.platform == "linux" and os.path.isdir(_FOLDER)
 
-    def look(self) -> list[Accepted]:
+    def look(self) -> list[AcceptedConnection]:
         """The open connections with their current counts of received bytes, in the order in which they were first seen.
         Raises OSError if the process has no free descriptor."""
         seen: set[int] = set()
@@ -76,7 +76,7 @@ class AcceptedSockets:
             del self._known[inode]
         return [known for known in self._known.values() if known is not None]
 
-    def end(self, connection: Accepted) -> None:
+    def end(self, connection: AcceptedConnection) -> None:
         """Ends the connection if it is still open. Raises OSError if the process has no free descriptor."""
         try:
             descriptor = os.dup(connection.descriptor)
@@ -97,7 +97,7 @@ class AcceptedSockets:
                 if error.errno not in (*_ENDED, errno.EAGAIN, errno.ECONNRESET):
                     raise
 
-    def _identify(self, descriptor: int, inode: int) -> Accepted | None:
+    def _identify(self, descriptor: int, inode: int) -> AcceptedConnection | None:
         borrowed = socket.socket(fileno=descriptor)
         try:
             if borrowed.family not in (socket.AF_INET, socket.AF_INET6):
@@ -110,7 +110,7 @@ class AcceptedSockets:
                 return None
         finally:
             borrowed.detach()
-        return Accepted(descriptor, inode, _peer(host, port))
+        return AcceptedConnection(descriptor, inode, _peer(host, port))
 
 
 def _received_bytes(descriptor: int) -> int:

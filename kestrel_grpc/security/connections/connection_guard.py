@@ -31,7 +31,7 @@ from kestrel_engine import clock
 from ...settings.security import ConnectionLimits
 from ..admission.admission import MessageTooLarge
 from ..identity.principal import address_of
-from .accepted import Accepted
+from .accepted import AcceptedConnection
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,9 @@ class Reason(StrEnum):
 class Sockets(Protocol):
     """The interface of AcceptedSockets."""
 
-    def look(self) -> list[Accepted]: ...
+    def look(self) -> list[AcceptedConnection]: ...
 
-    def end(self, connection: Accepted) -> None: ...
+    def end(self, connection: AcceptedConnection) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +105,7 @@ class ConnectionUse:
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    socket: Accepted
+    socket: AcceptedConnection
     use: ConnectionUse
     address: str
     seen_at: float
@@ -234,7 +234,7 @@ class ConnectionGuard:
             self._refused_bytes = 0
             gc.collect(1)
 
-    def _follow(self, sockets: list[Accepted], now: float) -> None:
+    def _follow(self, sockets: list[AcceptedConnection], now: float) -> None:
         before, self.connections = self.connections, {}
         for socket in sockets:
             known = before.pop(socket.inode, None)

@@ -15,7 +15,7 @@ from kestrel_engine import NUM_LOOKS, EngineResult, FieldPath, Request, eyes_in,
 from ...edge.messages.fields import located
 from ..messages.responses import FINISH_REASONS, NameResult, set_box
 from ..messages.tasks import EDGES, MAX_GAZES, Edges, Point, centre_of, edges_of, gaze_request
-from .several import MAX_SEQUENCES, Ended, all_of, few_at_once, total_result
+from .several import MAX_SEQUENCES, PartResult, all_of, few_at_once, total_result
 
 if TYPE_CHECKING:
     from .kinds import CallTask
@@ -71,11 +71,11 @@ async def of_gazes(
     finding: CallTask[Any, Any],
     requests: Sequence[Request],
     images: Sequence[Any],
-) -> list[Ended[Part]]:
+) -> list[PartResult[Part]]:
     """``requests``: one for each eye or face of the task, or the one of the task ``finding``, which finds faces. The
     first that fails ends the others."""
     message: pb.GazeTask = task.message
-    ended: list[Ended[Part]] = []
+    ended: list[PartResult[Part]] = []
     faces: list[Edges | None] = [*map(edges_of, message.faces)]
     if message.eyes:
         faces = [None] * len(requests)
@@ -105,7 +105,7 @@ async def of_gazes(
 
 async def _once(
     run: Run, task: CallTask[Any, Any], person: _Person, images: Sequence[Any]
-) -> Ended[Part]:
+) -> PartResult[Part]:
     ended = await _ended(run, task, person, person.request, images)
     await _tell(run, task, person, ended.part)
     return ended
@@ -118,7 +118,7 @@ def _often(
     upright: Sequence[Any],
     mirrored: Sequence[Any],
     random: Random,
-) -> Coroutine[Any, Any, Ended[Part]]:
+) -> Coroutine[Any, Any, PartResult[Part]]:
     """An accurate gaze. The eyes are drawn at once, because the order of the persons decides them, not that of the
     looks."""
     box = _part_of(person.face, run.images.region)
@@ -129,7 +129,7 @@ def _often(
 
 async def _mean(
     run: Run, task: CallTask[Any, Any], person: _Person, seen: Sequence[_Look]
-) -> Ended[Part]:
+) -> PartResult[Part]:
     """One gaze from several looks, with the sum of their results."""
     every = await all_of(
         [
@@ -155,12 +155,12 @@ async def _mean(
         gaze.score = fmean(part.score for part in parts if part.HasField("target"))
     await _tell(run, task, person, gaze)
     total = total_result("", [result.metrics for result in results])
-    return Ended(gaze, replace(results[0], metrics=total.metrics, num_looks=len(results)))
+    return PartResult(gaze, replace(results[0], metrics=total.metrics, num_looks=len(results)))
 
 
 async def _ended(
     run: Run, task: CallTask[Any, Any], person: _Person, request: Request, images: Sequence[Any]
-) -> Ended[Any]:
+) -> PartResult[Any]:
     with located(lambda path: person.path if path == ("eye",) else path):
         return await run.ended(task, request, images)
 

@@ -36,7 +36,7 @@ from .masks import add_mask
 
 if TYPE_CHECKING:
     from .running import Run
-    from .several import Ended
+    from .several import PartResult
 
 Part = TypeVar("Part")
 Response = TypeVar("Response")
@@ -69,7 +69,7 @@ class Kind(Generic[Part, Response]):
     """Several requests are samples, with seeds in a row, which fail together; otherwise names, which fail alone."""
     has_more_requests: Callable[[Any], bool] = lambda task: False
     """Whether ``in_rounds`` makes more requests about the images."""
-    in_rounds: Callable[..., Awaitable[list[Ended[Part]]]] | None = None
+    in_rounds: Callable[..., Awaitable[list[PartResult[Part]]]] | None = None
     """Runs the requests, and those that follow from their results. Gets the Run, the CallTask, requests and images."""
     num_looks: Callable[[Any], int] = lambda task: 1
     """How often ``in_rounds`` runs each request of the task."""
@@ -158,7 +158,7 @@ SEGMENT = _finding(
 )
 
 
-async def _gazes(run: Run, task: CallTask[Any, Any], *others: Any) -> list[Ended[GazePart]]:
+async def _gazes(run: Run, task: CallTask[Any, Any], *others: Any) -> list[PartResult[GazePart]]:
     message = pb.DetectTask(objects=[FACE])
     return await of_gazes(run, task, task._replace(kind=DETECT, message=message), *others)
 

@@ -48,7 +48,15 @@ from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
 from .call_images import CallImages
 from .kinds import CallTask, Event, Part, Response
-from .several import MAX_SEQUENCES, Ended, SequenceTurns, of_names, of_samples, seeded, total_result
+from .several import (
+    MAX_SEQUENCES,
+    PartResult,
+    SequenceTurns,
+    of_names,
+    of_samples,
+    seeded,
+    total_result,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +238,7 @@ class Run:
         request: Request,
         images: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None = None,
-    ) -> Ended[Part]:
+    ) -> PartResult[Part]:
         """Runs a request to its end. ``note`` is called when the engine has accepted it."""
         turn: AbstractAsyncContextManager[None] = nullcontext()
         if self._turns is not None:
@@ -244,7 +252,7 @@ class Run:
         request: Request,
         images: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None,
-    ) -> Ended[Part]:
+    ) -> PartResult[Part]:
         stream, label = await self._submit(task, request, images), label_of(request)
         try:
             if note is not None:
@@ -266,7 +274,7 @@ class Run:
         if self._sender is not None:
             for event in kind.last_events(part):
                 await self._sender.send(event, task.key)
-        return Ended(part, result)
+        return PartResult(part, result)
 
     def whole(self, request: Request, images: Sequence[Any]) -> Request:
         """The request of a task with all that the call says of it."""

@@ -39,7 +39,7 @@ MAX_SEQUENCES = 32
 _SEEDS = 2**63
 
 
-class Ended(NamedTuple, Generic[Part]):
+class PartResult(NamedTuple, Generic[Part]):
     """A request that has ended."""
 
     part: Part
@@ -54,7 +54,7 @@ async def of_names(
     task: CallTask[Part, Response],
     requests: Sequence[Request],
     images: Sequence[Any],
-) -> list[Ended[Part]]:
+) -> list[PartResult[Part]]:
     """The requests of several names, each of which fails alone. Raises an error that is in a field of the task, if
     all fail with such errors."""
     named = (_named(run, task, index, each, images) for index, each in enumerate(requests))
@@ -67,7 +67,7 @@ async def of_names(
 
 async def _named(
     run: Run, task: CallTask[Any, Any], index: int, request: Request, images: Sequence[Any]
-) -> Ended[Any]:
+) -> PartResult[Any]:
     try:
         return await run.ended(task, request, images)
     except Exception as error:
@@ -80,7 +80,7 @@ async def _named(
         search = pb.ObjectSearch(object=label_of(request), error=run.status(failure, task))
         forget_frames(error)  # They hold the image, and this frame holds the error.
         await run.send(task, {"search": search})
-        return Ended(NameResult([], search), None, fault)
+        return PartResult(NameResult([], search), None, fault)
 
 
 async def of_samples(
@@ -88,7 +88,7 @@ async def of_samples(
     task: CallTask[Part, Response],
     requests: Sequence[Request],
     images: Sequence[Any],
-) -> list[Ended[Part]]:
+) -> list[PartResult[Part]]:
     """The requests of several samples. The first that fails ends the others. The first sample looks for the objects
     that the question presupposes, for all of them."""
     first, *others = requests
@@ -102,11 +102,11 @@ async def of_samples(
             abstained.append(result)
         looked.set()
 
-    async def later(request: Request) -> Ended[Part]:
+    async def later(request: Request) -> PartResult[Part]:
         await looked.wait()
         if abstained:
             same = replace(abstained[0], seed=request.settings["seed"])
-            return Ended(task.kind.part(same, label_of(request)), None)
+            return PartResult(task.kind.part(same, label_of(request)), None)
         return await run.ended(task, request, images)
 
     arguments = {k: value for k, value in first.arguments.items() if k != "presupposes"}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from kestrel_engine.adapters import library
-from kestrel_engine.adapters.files import Checked, Packer
+from kestrel_engine.adapters.files import CheckedAdapter, Packer
 from kestrel_engine.adapters.library import AdapterLibrary, Lease
 from kestrel_engine.adapters.origins.origins import Origins
 from kestrel_engine.errors import AdaptersFull, AdapterUnavailable, AdapterUnfit, EngineClosed
@@ -35,7 +35,9 @@ class Reader:
         self._read = library.read
         monkeypatch.setattr(library, "read", self)
 
-    def __call__(self, checked: Checked, dtype: torch.dtype, packer: Packer | None) -> Adapter:
+    def __call__(
+        self, checked: CheckedAdapter, dtype: torch.dtype, packer: Packer | None
+    ) -> Adapter:
         self.names.append(checked.found.name)
         assert self.go.wait(60)
         return self._read(checked, dtype, packer)
@@ -117,7 +119,7 @@ async def test_files_that_are_replaced_while_they_are_read(
     monkeypatch.setattr(library, "_PAUSE_S", 0.0)
     plain, num_reads = library.read, 0
 
-    def replacing(checked: Checked, dtype: torch.dtype, packer: Packer | None) -> Adapter:
+    def replacing(checked: CheckedAdapter, dtype: torch.dtype, packer: Packer | None) -> Adapter:
         nonlocal num_reads
         num_reads += 1
         if num_reads <= times:

@@ -8,7 +8,7 @@ import pytest
 
 from kestrel_engine import ConfigError
 from kestrel_engine.teaching import read_folder
-from kestrel_engine.teaching.data.examples import AnsweredQuestion, Boxed, Pointed
+from kestrel_engine.teaching.data.examples import BoxExample, PointExample, QuestionExample
 from tests.code_blocks import ROOT, code_blocks
 
 
@@ -28,7 +28,7 @@ def test_the_lines_of_the_page_are_read(tmp_path: Path) -> None:
     names = tuple({json.loads(line)["image"] for line in lines})
     images = read_folder(folder_of(tmp_path, *lines, images=names))
     kinds = {type(example) for image in images for example in image.examples}
-    assert kinds == {AnsweredQuestion, Pointed, Boxed}
+    assert kinds == {QuestionExample, PointExample, BoxExample}
     assert sum(len(image.examples) for image in images) == len(lines)
 
 
@@ -45,10 +45,10 @@ def test_examples_are_collected_by_image_and_objects_ordered_from_left_to_right(
     )
     first, second = read_folder(folder)
     assert first.examples == (
-        Pointed("nut", ((0.2, 0.4), (0.2, 0.5), (0.9, 0.1))),
-        Boxed("nut", ((0, 0, 0.5, 1), (0.5, 0, 1, 1))),
+        PointExample("nut", ((0.2, 0.4), (0.2, 0.5), (0.9, 0.1))),
+        BoxExample("nut", ((0, 0, 0.5, 1), (0.5, 0, 1, 1))),
     )
-    assert second.examples == (AnsweredQuestion("How many?", "three"),)
+    assert second.examples == (QuestionExample("How many?", "three"),)
 
 
 GOOD: dict[str, Any] = {"image": "a.png", "question": "Is it?", "answer": "yes"}
@@ -122,8 +122,8 @@ def test_boxes_of_coco_become_fractions_and_absent_categories_empty_examples(
     (tmp_path / "annotations.json").write_text(json.dumps(COCO))
     (image,) = read_folder(tmp_path)
     assert image.examples == (
-        Boxed("nut", ((0.0, 0.0, 0.25, 0.5), (0.5, 0.0, 1.0, 0.5))),
-        Boxed("bolt", ()),
+        BoxExample("nut", ((0.0, 0.0, 0.25, 0.5), (0.5, 0.0, 1.0, 0.5))),
+        BoxExample("bolt", ()),
     )
 
 

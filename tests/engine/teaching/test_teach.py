@@ -13,10 +13,10 @@ from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.teaching import TeachingSettings, read_folder, teach
 from kestrel_engine.teaching.data.examples import (
-    AnsweredQuestion,
-    Boxed,
-    Captioned,
-    Pointed,
+    BoxExample,
+    CaptionExample,
+    PointExample,
+    QuestionExample,
     TaughtImage,
 )
 from kestrel_engine.teaching.judging import Score, score
@@ -123,7 +123,7 @@ async def test_what_is_there_is_not_replaced_and_errors_leave_nothing(data: Path
     images, settings = read_folder(data), TeachingSettings()
     with pytest.raises(ConfigError, match="must name the folder"):
         await teach(RuntimeConfig(device="cpu"), "ada", images, settings)
-    long = TaughtImage(images[0].path, (AnsweredQuestion("Why?", "so " * 1000),))
+    long = TaughtImage(images[0].path, (QuestionExample("Why?", "so " * 1000),))
     with pytest.raises(ConfigError, match=r"data='0.png': an example about it has \d+ tokens"):
         await teach(config, "ada", [long, *images], settings)
     with pytest.raises(ConfigError, match="images leave none to train on"):
@@ -136,60 +136,62 @@ async def test_what_is_there_is_not_replaced_and_errors_leave_nothing(data: Path
 
 
 def test_results_are_judged_by_the_stated_rule() -> None:
-    assert score(AnsweredQuestion("Who?", "Ada"), {"answer": " Ada "}) == Score(1, 1)
-    assert score(AnsweredQuestion("Who?", "Ada"), {"answer": "ada"}) == Score(1, 0)
-    points = Pointed("nut", ((0.5, 0.5), (0.52, 0.5)))
+    assert score(QuestionExample("Who?", "Ada"), {"answer": " Ada "}) == Score(1, 1)
+    assert score(QuestionExample("Who?", "Ada"), {"answer": "ada"}) == Score(1, 0)
+    points = PointExample("nut", ((0.5, 0.5), (0.52, 0.5)))
     near, far = {"x": 0.54, "y": 0.5}, {"x": 0.9, "y": 0.5}
     assert score(points, {"points": [near, near]}) == Score(1, 1, 2, 2, 2)
     assert score(points, {"points": [near, far]}) == Score(1, 0, 2, 2, 1)
-    boxes = Boxed("nut", ((0.0, 0.0, 0.4, 0.4),))
+    boxes = BoxExample("nut", ((0.0, 0.0, 0.4, 0.4),))
     right = {"x_min": 0.0, "y_min": 0.0, "x_max": 0.4, "y_max": 0.3}
     wrong = {**right, "y_max": 0.19}
     assert score(boxes, {"objects": [right]}) == Score(1, 1, 1, 1, 1)
     assert score(boxes, {"objects": [right, right]}) == Score(1, 0, 1, 2, 1)
     assert score(boxes, {"objects": [wrong]}) == Score(1, 0, 1, 1, 0)
-    assert score(Boxed("nut", ()), {"objects": []}) == Score(1, 1)
+    assert score(BoxExample("nut", ()), {"objects": []}) == Score(1, 1)
 
 
 def test_replay_asks_about_phrases_and_leaves_out_what_finds_a_labelled_object() -> None:
     caption = "A red circle, two striped blue stars and an orange cross at the left."
     assert phrases_of(caption) == ["red circle", "striped blue stars", "orange cross"]
-    image = TaughtImage(Path("a.png"), (Boxed("nut", ((0.0, 0.0, 0.5, 0.5),)),))
+    image = TaughtImage(Path("a.png"), (BoxExample("nut", ((0.0, 0.0, 0.5, 0.5),)),))
 
     def replayed(x: float) -> object:
         output = {"points": [{"x": x, "y": 0.2}]}
         result = EngineResult(request_id="", output=output, finish_reason="stop")
-        return _answered(Pointed("red circle", ()), result, image)
+        return _answered(PointExample("red circle", ()), result, image)
 
     general = EngineResult(
         request_id="", output={"points": [{"x": 0.3, "y": 0.2}]}, finish_reason="stop"
     )
     # What the base model does not know is an object all the same.
-    assert _answered(Pointed("object", ()), general, image) == Pointed("object", ((0.3, 0.2),))
-    assert replayed(0.7) == Pointed("red circle", ((0.7, 0.2),)) and replayed(0.3) is None
+    assert _answered(PointExample("object", ()), general, image) == PointExample(
+        "object", ((0.3, 0.2),)
+    )
+    assert replayed(0.7) == PointExample("red circle", ((0.7, 0.2),)) and replayed(0.3) is None
 
 
 def test_replay_leaves_out_questions_about_a_phrase_that_finds_a_labelled_object() -> None:
-    image = TaughtImage(Path("a.png"), (Boxed("nut", ((0.0, 0.0, 0.5, 0.5),)),))
+    image = TaughtImage(Path("a.png"), (BoxExample("nut", ((0.0, 0.0, 0.5, 0.5),)),))
     point = {"points": [{"x": 0.3, "y": 0.2}]}
     answers = [
-        (ReplayPrompt(Pointed("red bolt", ())), point),
+        (ReplayPrompt(PointExample("red bolt", ())), point),
         (
-            ReplayPrompt(AnsweredQuestion("Where is the red bolt?", ""), ("red bolt", "cup")),
+            ReplayPrompt(QuestionExample("Where is the red bolt?", ""), ("red bolt", "cup")),
             {"answer": "left"},
         ),
         (
-            ReplayPrompt(AnsweredQuestion("Where is the cup?", ""), ("cup", "tin")),
+            ReplayPrompt(QuestionExample("Where is the cup?", ""), ("cup", "tin")),
             {"answer": "right"},
         ),
-        (ReplayPrompt(Pointed("cup", ())), {"points": []}),
+        (ReplayPrompt(PointExample("cup", ())), {"points": []}),
     ]
     results = [
         (prompt, EngineResult(request_id="", output=output, finish_reason="stop"))
         for prompt, output in answers
     ]
     kept = _kept(results, image)
-    assert kept == (AnsweredQuestion("Where is the cup?", "right", ()), Pointed("cup", ()))
+    assert kept == (QuestionExample("Where is the cup?", "right", ()), PointExample("cup", ()))
 
 
 def test_replay_asks_in_many_forms_about_the_phrases_of_an_image() -> None:
@@ -199,27 +201,32 @@ def test_replay_asks_in_many_forms_about_the_phrases_of_an_image() -> None:
         prompt for i in range(60) for prompt in _prompts(rng, every[:2], every, i, ("long",))
     ]
     asked = {
-        prompt.example.question
-        for prompt in prompts
-        if isinstance(prompt.example, AnsweredQuestion)
+        prompt.example.question for prompt in prompts if isinstance(prompt.example, QuestionExample)
     }
     assert asked > set(GENERAL_QUESTIONS) and not any("{" in question for question in asked)
     assert "Is there a red cup?" in asked and "What colour is the tin?" in asked
     assert "Which is bigger, the red cup or the red tin?" in asked
-    names = {p.example.object for p in prompts if isinstance(p.example, Pointed | Boxed)}
+    names = {p.example.object for p in prompts if isinstance(p.example, PointExample | BoxExample)}
     assert names == {*every, *GENERAL_OBJECTS, "cup", "tin"}
     alone = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1, ("normal", "long"))]
     kinds = [type(example) for example in alone]
-    assert kinds == [AnsweredQuestion, Captioned, Captioned, Pointed, Pointed, AnsweredQuestion]
+    assert kinds == [
+        QuestionExample,
+        CaptionExample,
+        CaptionExample,
+        PointExample,
+        PointExample,
+        QuestionExample,
+    ]
     without = [prompt.example for prompt in _prompts(rng, ["cup"], ["cup"], 1, None)]
-    assert [type(example) for example in without] == [Pointed, Pointed, AnsweredQuestion]
+    assert [type(example) for example in without] == [PointExample, PointExample, QuestionExample]
     assert without[2].question not in GENERAL_QUESTIONS
 
 
 def test_descriptions_of_images_with_labelled_objects_are_not_replayed() -> None:
     """The base model describes the new objects as old ones."""
-    nut = TaughtImage(Path("a.png"), (Boxed("nut", ((0.0, 0.0, 0.5, 0.5),)),))
-    none = TaughtImage(Path("b.png"), (Pointed("nut", ()), AnsweredQuestion("How many?", "0")))
+    nut = TaughtImage(Path("a.png"), (BoxExample("nut", ((0.0, 0.0, 0.5, 0.5),)),))
+    none = TaughtImage(Path("b.png"), (PointExample("nut", ()), QuestionExample("How many?", "0")))
     assert _described([nut, none, nut]) == {none.path: ("normal", "long")}
     assert _described([nut]).keys() == {nut.path}, "none is without"
     plain = [TaughtImage(Path(f"{index}.png"), ()) for index in range(8)]
@@ -233,6 +240,6 @@ def test_descriptions_of_images_with_labelled_objects_are_not_replayed() -> None
 def test_a_description_of_the_replay_weighs_more_than_an_answer() -> None:
     context = _context(RuntimeConfig(device="cpu"))
     answer, described = _written(
-        [AnsweredQuestion("Why?", "no"), Captioned("short", (40, 41))], context, 2
+        [QuestionExample("Why?", "no"), CaptionExample("short", (40, 41))], context, 2
     )
     assert (answer.weight, described.weight) == (2, 2 * DESCRIPTION_WEIGHT)

@@ -17,7 +17,7 @@ from kestrel_engine.kernels.adapters.rows import expand_rows, shrink_rows
 from kestrel_engine.kernels.adapters.slabs import RANKS, RowSlabs, distance, shrunk_rows
 from kestrel_engine.kernels.layer_norm import add_layer_norm
 from kestrel_engine.kernels.linear import skinny_linear as skinny_linear_module
-from kestrel_engine.kernels.linear.skinny_linear import Adapted, Expanded, skinny_linear
+from kestrel_engine.kernels.linear.skinny_linear import ColumnChange, GemmChanges, skinny_linear
 from kestrel_engine.kernels.linear.skinny_tiling import adapter_parts
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
@@ -143,10 +143,10 @@ def test_the_gemm_of_a_decode_step(adapters, users, begin, held_rows, monkeypatc
     count = adapter_parts(len(x), weight, begin)
     parts = torch.full((count, len(x), 128), float("nan"), device=DEVICE)
     (_, b_at), (a_at, _) = slabs.at("up"), slabs.at("down")
-    hidden = Expanded(slabs.rows, b_at, slabs.shrunk("up", x))
+    hidden = ColumnChange(slabs.rows, b_at, slabs.shrunk("up", x))
     # The first columns have another change.
-    first = Expanded(slabs.rows, slabs.at("first")[1], slabs.shrunk("first", x))
-    adapted = Adapted(begin, first, hidden, a_at, parts)
+    first = ColumnChange(slabs.rows, slabs.at("first")[1], slabs.shrunk("first", x))
+    adapted = GemmChanges(begin, first, hidden, a_at, parts)
     out = skinny_linear(x, weight, bias, gelu_from=begin, adapted=adapted)
     plain = skinny_linear(x, weight, bias, gelu_from=begin)
     wanted = x.double() @ weight.double().T + bias.double()

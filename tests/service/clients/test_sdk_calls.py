@@ -33,7 +33,7 @@ from kestrel_client import (
     TaskEvent,
     TextDelta,
 )
-from kestrel_client.calls.prepared import Prepared
+from kestrel_client.calls.prepared import PreparedCall
 from kestrel_client.calls.requests import stored_images
 from tests.service.conftest import LIMITS
 from tests.threaded import Threaded
@@ -150,8 +150,8 @@ async def test_an_upload_whose_status_grpc_drops_is_sent_again(serve, picture, m
             )
         return whole_call(self, stub)
 
-    whole_call = Prepared.send
-    monkeypatch.setattr(Prepared, "send", send)
+    whole_call = PreparedCall.send
+    monkeypatch.setattr(PreparedCall, "send", send)
     async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
         assert (await client.put_image(picture)).size == (60, 40)
         with pytest.raises(InvalidArgumentError) as caught:

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from .._pb.kestrel.v1 import admin_service_pb2 as pb
 from .._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
-from ..calls.prepared import Method, Prepared, prepare
+from ..calls.prepared import Method, PreparedCall, prepare_call
 from ..calls.requests.building import build, milliseconds, whole
 from ..calls.streams import AsyncStream, Reading
 from ..connection import DEFAULT_TARGET, ChannelOptions, Connection, Metadata, Tls
@@ -167,13 +167,13 @@ class AsyncKestrelAdmin(AsyncClosing):
         FailedPreconditionError if it cannot be loaded.
         """
 
-        def prepared() -> Prepared[LoadedModel]:
+        def prepared() -> PreparedCall[LoadedModel]:
             request = build(
                 pb.LoadModelRequest, source=source, settings=settings, make_default=make_default
             )
             method = Method(AdminServiceStub, "", stream="LoadModel")
             reading = Reading(read_loaded, read_progress)
-            return prepare(self._connection, method, request, reading, timeout=timeout)
+            return prepare_call(self._connection, method, request, reading, timeout=timeout)
 
         return self._channel.stream(prepared)
 

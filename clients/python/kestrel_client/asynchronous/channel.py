@@ -12,8 +12,8 @@ from google.protobuf.message import Message
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..calls.frames import AsyncFrames, AsyncFrameSource, FrameCall
 from ..calls.hedging import Hedges
-from ..calls.opened import Opened, async_servers
-from ..calls.prepared import Method, Prepared, Stub, prepare
+from ..calls.opened import OpenChannel, async_servers
+from ..calls.prepared import Method, PreparedCall, Stub, prepare_call
 from ..calls.restoring import Repeats
 from ..calls.streams import AsyncStream, OpenedStream
 from ..connection import Connection
@@ -51,17 +51,19 @@ class AsyncChannel:
         self, method: Method, request: Message, timeout: float | None, **handling: Any
     ) -> Any:
         """Sends a call without an image, and returns its response. Raises what errors.py lists."""
-        prepared = prepare(self._connection, method, request, timeout=timeout, **handling)
+        prepared = prepare_call(self._connection, method, request, timeout=timeout, **handling)
         return await self.send(prepared)
 
-    async def call(self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def call(
+        self, prepare: Callable[P, PreparedCall[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Prepares a call with ``prepare(*args, **kwargs)`` and sends it. Raises what errors.py lists.
 
         Preparing may read a file or fetch an address, so an event loop leaves it to a thread.
         """
         return await self.send(await asyncio.to_thread(prepare, *args, **kwargs))
 
-    async def send(self, prepared: Prepared[R]) -> R:
+    async def send(self, prepared: PreparedCall[R]) -> R:
         """Sends a call and returns its result. Raises RpcError.
 
         Repeats a call whose connection was lost, and puts images again that the server does not know.
@@ -76,14 +78,14 @@ class AsyncChannel:
                 else:
                     await asyncio.sleep(pause_s)
 
-    async def _restore(self, prepared: Prepared[R], error: RpcError) -> None:
+    async def _restore(self, prepared: PreparedCall[R], error: RpcError) -> None:
         """Puts the images of a call again, so that it can be sent again. Raises ``error`` if that does not help."""
         if (restoring := prepared.restoring) is None:
             raise error
         for image_id, put in await asyncio.to_thread(restoring.puts, error, prepared.left):
             restoring.stored(image_id, await self._send(put))
 
-    async def _send(self, prepared: Prepared[R]) -> R:
+    async def _send(self, prepared: PreparedCall[R]) -> R:
         opened = await self._take()
         try:
             stub = opened.stubs[prepared.method.stub]
@@ -95,7 +97,7 @@ class AsyncChannel:
         return prepared.reading.result(response)
 
     def stream(
-        self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs
+        self, prepare: Callable[P, PreparedCall[R]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncStream[R, Any]:
         """A stream of the call that ``prepare(*args, **kwargs)`` prepares. It raises the errors of the call."""
 
@@ -110,7 +112,7 @@ class AsyncChannel:
 
         return AsyncStream(start)
 
-    async def _open_stream(self, prepared: Prepared[R]) -> Any:
+    async def _open_stream(self, prepared: PreparedCall[R]) -> Any:
         opened = await self._take()
         stub = opened.stubs[prepared.method.stub]
         return opened.stream(lambda: prepared.open_stream(stub))
@@ -136,7 +138,7 @@ class AsyncChannel:
         for channel in self._servers.close():
             await channel.close()
 
-    async def _take(self) -> Opened:
+    async def _take(self) -> OpenChannel:
         """The channel for a call. Closes those that no call uses any more."""
         for channel in self._servers.idle():
             await channel.close()

@@ -15,7 +15,7 @@ import grpc
 
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import IMAGE_HEADER
-from .prepared import Prepared
+from .prepared import PreparedCall
 
 R = TypeVar("R")
 
@@ -35,7 +35,7 @@ class Hedges:
         self._saved = 1.0
         self._lock = threading.Lock()
 
-    def answer(self, prepared: Prepared[R], stub: Any) -> Any:
+    def answer(self, prepared: PreparedCall[R], stub: Any) -> Any:
         """Sends a call, and once more if its answer is late. The first answer counts; an error waits for the other
         call. Raises grpc.RpcError."""
         if not self._may_hedge(prepared):
@@ -59,12 +59,12 @@ class Hedges:
             for each in calls:
                 each.cancel()
 
-    async def async_answer(self, prepared: Prepared[R], stub: Any) -> Any:
+    async def async_answer(self, prepared: PreparedCall[R], stub: Any) -> Any:
         """As ``answer``."""
         if not self._may_hedge(prepared):
             return await prepared.send(stub)
 
-        async def ask(call: Prepared[R]) -> Any:
+        async def ask(call: PreparedCall[R]) -> Any:
             return await call.send(stub)
 
         calls = [asyncio.ensure_future(ask(prepared))]
@@ -83,7 +83,7 @@ class Hedges:
             for each in calls:
                 each.cancel()
 
-    def _may_hedge(self, prepared: Prepared[R]) -> bool:
+    def _may_hedge(self, prepared: PreparedCall[R]) -> bool:
         """Only unary calls about images may be sent again: their methods change nothing, and one of two answers is
         dropped."""
         if self.after_s is None or prepared.method.stub is not VisionServiceStub:
@@ -92,7 +92,7 @@ class Hedges:
             self._saved = min(self._saved + SHARE, _SAVED)
         return True
 
-    def _second(self, prepared: Prepared[R]) -> Prepared[R] | None:
+    def _second(self, prepared: PreparedCall[R]) -> PreparedCall[R] | None:
         """The same call for another server; None if too many calls have been sent twice."""
         with self._lock:
             if self._saved < 1.0:

@@ -20,7 +20,7 @@ from ..errors import InvalidRequestError
 from .prepared import Stub
 
 
-class Opened:
+class OpenChannel:
     """``channel``: of grpc or grpc.aio. All stubs are made at once: grpcio 1.81 crashes when a stub is made on a closed
     channel."""
 
@@ -63,11 +63,11 @@ class Servers:
         self._directory = None if source is None else Directory(source)
         self._addresses: tuple[str, ...] = ()
         self._lock = threading.Lock()
-        self._opened: Opened | None = None
-        self._left: list[Opened] = []
+        self._opened: OpenChannel | None = None
+        self._left: list[OpenChannel] = []
         """Channels of earlier lists of servers, whose calls have not all ended."""
 
-    def take(self) -> Opened:
+    def take(self) -> OpenChannel:
         """The channel for a call, which must report its end. Raises InvalidRequestError if the first list of a
         directory is invalid."""
         with self._lock:
@@ -92,12 +92,12 @@ class Servers:
             self._opened = self._open(connection)
         self._addresses = addresses
 
-    def _open(self, to: Connection) -> Opened:
+    def _open(self, to: Connection) -> OpenChannel:
         if self._credentials is None:
             channel = self._channels.insecure_channel(to.address, to.options)
         else:
             channel = self._channels.secure_channel(to.address, self._credentials, to.options)
-        return Opened(channel, self._kinds)
+        return OpenChannel(channel, self._kinds)
 
     def idle(self) -> list[Any]:
         """Channels that no call uses any more. The caller closes them."""

@@ -36,7 +36,7 @@ class Method(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Generic[R_co]):
+class PreparedCall(Generic[R_co]):
     """A request, the method that takes it, and the function that reads its response."""
 
     method: Method
@@ -74,7 +74,7 @@ class Prepared(Generic[R_co]):
         return method(request, **{**self.handling, "timeout": self.left})
 
 
-def prepare(
+def prepare_call(
     connection: Connection,
     method: Method,
     request: Sent,
@@ -85,7 +85,7 @@ def prepare(
     about: str = "",
     restoring: Restoring | None = None,
     **handling: Any,
-) -> Prepared[R]:
+) -> PreparedCall[R]:
     """Completes a call with the timeout and metadata of the connection.
 
     ``read`` makes the result from the response. ``about``: selects the server of the call, if there are several. Raises
@@ -99,4 +99,4 @@ def prepare(
     handling["timeout"] = connection.call_timeout(timeout)
     handling["metadata"] = connection.call_metadata(metadata, about)
     reading = read if isinstance(read, Reading) else Reading(read)
-    return Prepared(method, request, reading, handling, restoring)
+    return PreparedCall(method, request, reading, handling, restoring)

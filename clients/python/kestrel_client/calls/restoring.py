@@ -12,7 +12,7 @@ from ..errors import STATUS_DROPPED, ConnectionLostError, InvalidImageError, Not
 from ..images.image_forms import ImageHandle, ImageInput
 from ..images.known import KnownImages
 from ..images.request_images import request_images
-from .prepared import Prepared
+from .prepared import PreparedCall
 
 IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND"
 _MOST_ATTEMPTS = 3
@@ -33,7 +33,7 @@ class Repeats:
     def __init__(self) -> None:
         self._count = 0
 
-    def pause_s(self, prepared: Prepared[Any], error: RpcError) -> float | None:
+    def pause_s(self, prepared: PreparedCall[Any], error: RpcError) -> float | None:
         """Seconds until the call is sent again; None if it is not to be repeated."""
         unknown = isinstance(error, ConnectionLostError) or error.message == STATUS_DROPPED
         if not unknown or not prepared.method.repeatable:
@@ -59,7 +59,7 @@ class Restoring:
         known: KnownImages,
         request: Message,
         sources: Mapping[str, ImageInput],
-        put: Callable[[common_pb2.Image, float | None], Prepared[ImageHandle]],
+        put: Callable[[common_pb2.Image, float | None], PreparedCall[ImageHandle]],
         most_bytes: int,
     ) -> None:
         self._known, self._request, self._sources, self._put = known, request, sources, put
@@ -78,7 +78,7 @@ class Restoring:
 
     def puts(
         self, error: Exception, timeout: float | None
-    ) -> list[tuple[str, Prepared[ImageHandle]]]:
+    ) -> list[tuple[str, PreparedCall[ImageHandle]]]:
         """The calls that put images again within ``timeout``, with the ids that the caller gave. Reads files.
 
         Raises ``error`` if it does not say that an image is missing, or if the client has none of the images.

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..calls.frames import FrameCall, Frames, FrameSource
 from ..calls.hedging import Hedges
-from ..calls.opened import Opened, servers
-from ..calls.prepared import Method, Prepared, Stub, prepare
+from ..calls.opened import OpenChannel, servers
+from ..calls.prepared import Method, PreparedCall, Stub, prepare_call
 from ..calls.restoring import Repeats
 from ..calls.streams import OpenedStream, Stream
 from ..connection import Connection
@@ -50,17 +50,17 @@ class Channel:
 
     def ask(self, method: Method, request: Message, timeout: float | None, **handling: Any) -> Any:
         """Sends a call without an image, and returns its response. Raises what errors.py lists."""
-        prepared = prepare(self._connection, method, request, timeout=timeout, **handling)
+        prepared = prepare_call(self._connection, method, request, timeout=timeout, **handling)
         return self.send(prepared)
 
-    def call(self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self, prepare: Callable[P, PreparedCall[R]], *args: P.args, **kwargs: P.kwargs) -> R:
         """Prepares a call with ``prepare(*args, **kwargs)`` and sends it. Raises what errors.py lists.
 
         Preparing may read a file or fetch an address, so an event loop leaves it to a thread.
         """
         return self.send(prepare(*args, **kwargs))
 
-    def send(self, prepared: Prepared[R]) -> R:
+    def send(self, prepared: PreparedCall[R]) -> R:
         """Sends a call and returns its result. Raises RpcError.
 
         Repeats a call whose connection was lost, and puts images again that the server does not know.
@@ -75,14 +75,14 @@ class Channel:
                 else:
                     time.sleep(pause_s)
 
-    def _restore(self, prepared: Prepared[R], error: RpcError) -> None:
+    def _restore(self, prepared: PreparedCall[R], error: RpcError) -> None:
         """Puts the images of a call again, so that it can be sent again. Raises ``error`` if that does not help."""
         if (restoring := prepared.restoring) is None:
             raise error
         for image_id, put in restoring.puts(error, prepared.left):
             restoring.stored(image_id, self._send(put))
 
-    def _send(self, prepared: Prepared[R]) -> R:
+    def _send(self, prepared: PreparedCall[R]) -> R:
         opened = self._take()
         try:
             stub = opened.stubs[prepared.method.stub]
@@ -94,7 +94,7 @@ class Channel:
         return prepared.reading.result(response)
 
     def stream(
-        self, prepare: Callable[P, Prepared[R]], *args: P.args, **kwargs: P.kwargs
+        self, prepare: Callable[P, PreparedCall[R]], *args: P.args, **kwargs: P.kwargs
     ) -> Stream[R, Any]:
         """A stream of the call that ``prepare(*args, **kwargs)`` prepares. It raises the errors of the call."""
 
@@ -109,7 +109,7 @@ class Channel:
 
         return Stream(start)
 
-    def _open_stream(self, prepared: Prepared[R]) -> Any:
+    def _open_stream(self, prepared: PreparedCall[R]) -> Any:
         opened = self._take()
         stub = opened.stubs[prepared.method.stub]
         return opened.stream(lambda: prepared.open_stream(stub))
@@ -135,7 +135,7 @@ class Channel:
         for channel in self._servers.close():
             channel.close()
 
-    def _take(self) -> Opened:
+    def _take(self) -> OpenChannel:
         """The channel for a call. Closes those that no call uses any more."""
         for channel in self._servers.idle():
             channel.close()

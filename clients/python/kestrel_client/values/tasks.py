@@ -20,7 +20,7 @@ from .results.gazes import GazeResult, gaze_result
 from .results.named_skill import SkillResult, skill_result
 from .results.objects import DetectResult, PointResult, detect_result, point_result
 from .results.outline import SegmentResult, segment_result
-from .results.showing import Drawn
+from .results.showing import Drawable
 from .results.text import CaptionResult, QueryResult, caption_result, query_result
 
 R = TypeVar("R", bound=Result)
@@ -165,7 +165,7 @@ class TaskDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class AnalyzeResult(Drawn):
+class AnalyzeResult(Drawable):
     """The results of all tasks. Iteration gives their keys.
 
     ``analysis[task]`` is the result of a task of the call; type checkers know its type. ``analysis["name"]`` and
@@ -270,14 +270,14 @@ def names_of(objects: ObjectNames) -> list[str]:
     return list(names)
 
 
-class Shown(NamedTuple):
+class ShownTurn(NamedTuple):
     """A turn as a message, and the images that its question shows besides that of the conversation."""
 
     message: pb.Turn
     images: Sequence[ImageInput]
 
 
-def to_turns(history: Iterable[Turn]) -> list[Shown]:
+def to_turns(history: Iterable[Turn]) -> list[ShownTurn]:
     """Raises InvalidRequestError for a turn that is no result and no pair of texts. The server checks the rest."""
     turns = []
     for index, turn in enumerate(history):
@@ -288,7 +288,7 @@ def to_turns(history: Iterable[Turn]) -> list[Shown]:
                 raise TypeError("is one text, needs a question and its answer")
             question, answer, *rest = turn
             (images,) = rest or ((),)
-            turns.append(Shown(pb.Turn(question=question, answer=answer), tuple(images)))
+            turns.append(ShownTurn(pb.Turn(question=question, answer=answer), tuple(images)))
         except (TypeError, ValueError) as error:
             raise InvalidRequestError(f"history[{index}]: {error}") from error
     return turns

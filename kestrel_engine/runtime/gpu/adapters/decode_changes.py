@@ -15,7 +15,7 @@ from ....kernels.adapters.experts import ExpertChanges
 from ....kernels.adapters.layer_norm import NextProducts, SummedChange, WholeChange
 from ....kernels.adapters.rows import change_rows
 from ....kernels.adapters.slabs import MOST_SLABS, RANKS, shrunk_rows
-from ....kernels.linear.skinny_linear import Adapted, Expanded
+from ....kernels.linear.skinny_linear import ColumnChange, GemmChanges
 from ....kernels.linear.skinny_tiling import MAX_ROWS, adapter_parts
 from ..text.layers import TextLayer
 from .layout import BlockPlaces, SlabLayout
@@ -48,7 +48,9 @@ class DecodeChanges:
             found.append(NextProducts(adapters.mlp, self._hidden[:rows], block.fc1.a_at))
         return found
 
-    def within(self, layer: TextLayer, adapters: PassAdapters, *, hidden: bool) -> Adapted | None:
+    def within(
+        self, layer: TextLayer, adapters: PassAdapters, *, hidden: bool
+    ) -> GemmChanges | None:
         """Returns the part of the first GEMM of ``layer``; None if it has none, or its changes are launches of their
         own. ``hidden``: the GEMM computes the hidden layer, too."""
         rows = adapters.num_rows
@@ -57,11 +59,11 @@ class DecodeChanges:
         block, begin = self._blocks[layer.index], layer.qkv.weight.shape[0]
         first = None
         if adapters.attention is not None:
-            first = Expanded(adapters.attention, block.qkv.b_at, self._first[:rows])
+            first = ColumnChange(adapters.attention, block.qkv.b_at, self._first[:rows])
         if not hidden:
-            return None if first is None else Adapted(begin, first)
-        up = Expanded(adapters.mlp, block.fc1.b_at, self._hidden[:rows])
-        return Adapted(begin, first, up, block.fc2.a_at, self._parts_of(layer, rows))
+            return None if first is None else GemmChanges(begin, first)
+        up = ColumnChange(adapters.mlp, block.fc1.b_at, self._hidden[:rows])
+        return GemmChanges(begin, first, up, block.fc2.a_at, self._parts_of(layer, rows))
 
     def after_mlp(self, layer: TextLayer, adapters: PassAdapters) -> SummedChange | None:
         """Returns the change of fc2 that the LayerNorm after ``layer`` adds."""

@@ -22,7 +22,7 @@ from ....models.moondream import Moondream
 from ....models.region import RegionModel
 from ....types.model_config import ModelConfig
 from ....types.step import MAX_TOP, NEAR_BINS, Row, SampleSpec
-from ...sampler import Drawn, sample
+from ...sampler import DrawnToken, sample
 from ..graphs import Variant, ladder
 from ..state.sequence_state import SequenceState
 from ..state.staging import Field, RowBuffers, Uploader
@@ -107,7 +107,7 @@ class SampleHead:
         )
         self.keep(hidden, rows, variant)
 
-    def replace(self, row: int, drawn: Drawn) -> None:
+    def replace(self, row: int, drawn: DrawnToken) -> None:
         """Replaces the token of one row of the last pass. `keep` must follow."""
         self._ids[row] = drawn.id
         self._logprobs[row] = drawn.logprob

@@ -25,7 +25,7 @@ from ....kernels.adapters.layer_norm import adapted_layer_norm
 from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
 from ....kernels.layer_norm import add_layer_norm, layer_norm
-from ....kernels.linear.skinny_linear import Adapted, skinny_linear, skinny_partials
+from ....kernels.linear.skinny_linear import GemmChanges, skinny_linear, skinny_partials
 from ....kernels.linear.skinny_tiling import MAX_ROWS, content_parts, splits_of
 from ....kernels.moe.decode import MAX_TOKENS, moe_decode
 from ....kernels.moe.prefill import moe_prefill
@@ -440,7 +440,7 @@ class DecodePass:
 
     def _adapted(
         self, layer: TextLayer, adapters: PassAdapters | None, *, hidden: bool
-    ) -> Adapted | None:
+    ) -> GemmChanges | None:
         if adapters is None or self._changes is None:
             return None
         return self._changes.within(layer, adapters, hidden=hidden)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from kestrel_client.commands.evaluation.scored import Scored
+from kestrel_client.commands.evaluation.scored import ScoredCase
 from kestrel_client.commands.evaluation.statistics import differences, mcnemar, totals
 
 
 def scored(image, part, whole=1.0, group="", metric="right", row=0):
     counts = {metric: (float(part), float(whole))}
-    return Scored(f"{image}", row, "0", group, "q", "e", "s", float(part), counts, None)
+    return ScoredCase(f"{image}", row, "0", group, "q", "e", "s", float(part), counts, None)
 
 
 def test_a_metric_is_the_sum_of_parts_over_the_sum_of_wholes():

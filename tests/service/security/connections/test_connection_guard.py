@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kestrel_grpc.security.admission.admission import MessageTooLarge
-from kestrel_grpc.security.connections.accepted import Accepted, AcceptedSockets
+from kestrel_grpc.security.connections.accepted import AcceptedConnection, AcceptedSockets
 from kestrel_grpc.security.connections.connection_guard import (
     FREE_BYTES,
     IDLE_S,
@@ -35,7 +35,7 @@ class Table:
 
     def add(self, host="10.0.0.1", count=1):
         inodes = itertools.islice(self._inodes, count)
-        made = [Accepted(0, inode, f"ipv4:{host}:{inode}") for inode in inodes]
+        made = [AcceptedConnection(0, inode, f"ipv4:{host}:{inode}") for inode in inodes]
         self.open += made
         return made
 
@@ -97,7 +97,7 @@ def test_the_limit_of_an_address(limits, most, guarded):
 def test_networks_of_ipv6_are_one_address(guarded):
     table, guard = guarded(address_connections=1)
     for number, host in enumerate(("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1")):
-        table.open.append(Accepted(0, number, f"ipv6:%5B{host}%5D:{number}"))
+        table.open.append(AcceptedConnection(0, number, f"ipv6:%5B{host}%5D:{number}"))
     look_later(table, guard)
     assert [each.inode for each in table.open] == [0, 2]
 

@@ -38,7 +38,7 @@ from ...values.tasks import (
 )
 from ..frames import FrameCall
 from ..health import HealthStub
-from ..prepared import Method, Prepared, prepare
+from ..prepared import Method, PreparedCall, prepare_call
 from ..restoring import Restoring
 from ..streams import Reading
 from .building import build, choice
@@ -82,7 +82,7 @@ class Requests:
         task: TaskOf[_T],
         options: HandlingOptions,
         known: type | None = None,
-    ) -> Prepared[_T]:
+    ) -> PreparedCall[_T]:
         """One task as a call of its own. The options of ``task`` take precedence over ``options``.
 
         Raises TypeError for an option that is not in ``known``, by default those of the task's kind. Only a QueryTask
@@ -141,7 +141,7 @@ class Requests:
 
     def analyze(
         self, image: ImageInput, tasks: Tasks, options: HandlingOptions
-    ) -> Prepared[AnalyzeResult]:
+    ) -> PreparedCall[AnalyzeResult]:
         image = self._loaded(image)
         by_key = keyed(tasks)
         request = build(
@@ -158,7 +158,7 @@ class Requests:
 
     def count(
         self, image: ImageInput | None, tasks: Task | Tasks, options: HandlingOptions
-    ) -> Prepared[TokenCount]:
+    ) -> PreparedCall[TokenCount]:
         """Counts one task as a call of its own, several as those of ``analyze``."""
         by_key = keyed([tasks] if isinstance(tasks, Task) else tasks)
         image = None if image is None else self._loaded(image)
@@ -217,7 +217,7 @@ class Requests:
         options: HandlingOptions,
         *,
         streamed: bool = False,
-    ) -> Prepared[EmbedResult]:
+    ) -> PreparedCall[EmbedResult]:
         image = self._loaded(image)
         if (whole_image, crops) not in _PARTS:
             wrong = f"{whole_image!r} and {crops!r}"
@@ -246,7 +246,7 @@ class Requests:
         read: Reading[_E] | Callable[[Any], _E],
         options: HandlingOptions,
         *sources: ImageInput | None,
-    ) -> Prepared[_E]:
+    ) -> PreparedCall[_E]:
         """Completes a call about images. ``sources``: those that the caller gave, or their handles."""
         images = list(request_images(request))
         digest = self._known.key(images[0]) if images else ""
@@ -267,7 +267,7 @@ class Requests:
             if isinstance(source, ImageHandle) and source.source is not None
         }
 
-        def put_again(image: common_pb2.Image, timeout: float | None) -> Prepared[ImageHandle]:
+        def put_again(image: common_pb2.Image, timeout: float | None) -> PreparedCall[ImageHandle]:
             return self.images.put_again(image, timeout, metadata, about)
 
         restoring = None
@@ -275,7 +275,7 @@ class Requests:
             restoring = Restoring(
                 self._known, request, held, put_again, self._connection.max_message_bytes
             )
-        return prepare(
+        return prepare_call(
             self._connection,
             method,
             request,

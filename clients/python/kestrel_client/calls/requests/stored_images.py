@@ -15,7 +15,7 @@ from ...errors import InvalidImageError
 from ...geometry import read_size
 from ...images.image_forms import NO_LIMIT, ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages
-from ..prepared import Method, Prepared, prepare
+from ..prepared import Method, PreparedCall, prepare_call
 from .options import checked_session
 
 UPLOAD_THRESHOLD_BYTES = 4 * 1024 * 1024
@@ -37,7 +37,7 @@ class ImageRequests:
         timeout: float | None,
         metadata: Metadata | None,
         session: str | None = None,
-    ) -> Prepared[ImageHandle]:
+    ) -> PreparedCall[ImageHandle]:
         """Reads files and fetches addresses. Raises InvalidImageError and RequestTooLargeError."""
         image = loaded(image, _LARGEST_FETCHED_BYTES)
         # A file has no limit here, as it can be sent in pieces. Pixels that don't fit a message become a PNG first.
@@ -49,7 +49,7 @@ class ImageRequests:
 
     def put_again(
         self, image: common_pb2.Image, timeout: float | None, metadata: Metadata | None, about: str
-    ) -> Prepared[ImageHandle]:
+    ) -> PreparedCall[ImageHandle]:
         """Stores an image on the server that ``about`` selects."""
         return self._put(image, None, timeout, metadata, about)
 
@@ -60,7 +60,7 @@ class ImageRequests:
         timeout: float | None,
         metadata: Metadata | None,
         about: str,
-    ) -> Prepared[ImageHandle]:
+    ) -> PreparedCall[ImageHandle]:
         """``source``: of the handle. ``about``: selects the server; empty for the image itself."""
         digest = self._known.key(image)
 
@@ -74,7 +74,7 @@ class ImageRequests:
         info = pb.UploadInfo(
             size_bytes=len(data), sha256=hashlib.sha256(data).digest() if in_pieces else b""
         )
-        return prepare(
+        return prepare_call(
             self._connection,
             Method(ImageServiceStub, "UploadImage" if in_pieces else "PutImage", repeatable=True),
             (lambda: _pieces(info, data)) if in_pieces else pb.PutImageRequest(image=image),
@@ -90,7 +90,7 @@ class ImageRequests:
         timeout: float | None,
         metadata: Metadata | None,
         session: str | None = None,
-    ) -> Prepared[bool]:
+    ) -> PreparedCall[bool]:
         """``image``: a handle, or an id."""
         image_id = image.image_id if isinstance(image, ImageHandle) else image
         if not isinstance(image_id, str) or not image_id:
@@ -98,7 +98,7 @@ class ImageRequests:
         current = self._known.current_id(image_id)
         about = checked_session(session) or self._known.key(common_pb2.Image(image_id=image_id))
         self._known.forget(image_id)
-        return prepare(
+        return prepare_call(
             self._connection,
             Method(ImageServiceStub, "DeleteImage", repeatable=True),
             pb.DeleteImageRequest(image_id=current),

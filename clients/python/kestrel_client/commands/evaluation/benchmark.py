@@ -13,7 +13,7 @@ from ..requests.inputs import Source
 from .records import Edges, Record
 
 if TYPE_CHECKING:
-    from .scored import Answered
+    from .scored import AnsweredCase
 
 Outcome = Mapping[str, Any]
 """A task's result as plain values, as `Result.to_dict` gives it."""
@@ -140,7 +140,7 @@ class Benchmark:
     hub: Hub
     layout: Callable[[Path], Iterator[dict[str, Any]] | None] | None = None
     """Reads a folder in the set's own layout as rows; ``image`` is the path of a file. None for another layout."""
-    whole: Callable[[Sequence[Answered]], SetMetrics | None] | None = None
+    whole: Callable[[Sequence[AnsweredCase]], SetMetrics | None] | None = None
     """Metrics of all answers together."""
     groups: Sequence[str] = field(default=())
     """Its groups in the order of the report; others follow."""

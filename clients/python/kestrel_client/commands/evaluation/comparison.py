@@ -12,7 +12,7 @@ from ..files import json_file
 from ..flags import SettingsError
 from ..parser import CommandError
 from .report import REPORT, SCORES, percent, print_table
-from .scored import Scored, read_scores
+from .scored import ScoredCase, read_scores
 from .sets import benchmark
 from .statistics import Difference, differences
 
@@ -52,7 +52,9 @@ def compare(places: Sequence[str], *, as_json: bool) -> int:
     return 0
 
 
-def _paired(first: Sequence[Scored], second: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
+def _paired(
+    first: Sequence[ScoredCase], second: Sequence[ScoredCase]
+) -> tuple[list[ScoredCase], list[ScoredCase]]:
     """The cases that both runs have. Raises CommandError if a case has another truth."""
     others = {each.key: each for each in second}
     pairs = [(each, others[each.key]) for each in first if each.key in others]

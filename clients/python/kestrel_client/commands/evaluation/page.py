@@ -16,7 +16,7 @@ from kestrel_client.values.results.showing import draw_marks
 from ..batch.overlays import marks_of
 from ..page import PAGE_END, html_table, page_head, shown
 from .benchmark import Case
-from .scored import Answered
+from .scored import AnsweredCase
 
 _STYLE = """
 :root { --truth: #009e73; --found: #d55e00 }
@@ -38,7 +38,7 @@ def write_page(
     title: str,
     notes: Iterable[str],
     rows: Sequence[Sequence[str]],
-    worst: Sequence[Answered],
+    worst: Sequence[AnsweredCase],
 ) -> None:
     """Raises OSError."""
     with file.open("w", encoding="utf-8") as opened:
@@ -54,7 +54,7 @@ def write_page(
         opened.write(PAGE_END)
 
 
-def _card(each: Answered) -> str:
+def _card(each: AnsweredCase) -> str:
     scored = each.scored
     said = f"<b class=found>{escape(shown(scored.said)) or '(nothing)'}</b>"
     if scored.error is not None:
@@ -68,7 +68,7 @@ def _card(each: Answered) -> str:
     )
 
 
-def _figure_image(each: Answered) -> str:
+def _figure_image(each: AnsweredCase) -> str:
     """An svg element, or a note if the image cannot be read."""
     buffer = io.BytesIO()
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from ..files import write_whole
 from .benchmark import Benchmark, SetMetrics
 from .page import write_page
-from .scored import Answered, write_scores
+from .scored import AnsweredCase, write_scores
 from .statistics import Total, plain
 
 SCORES = "scores.jsonl"
@@ -31,7 +31,7 @@ class Report:
     num_images: int
     totals: Sequence[Total]
     whole: SetMetrics | None
-    answered: Sequence[Answered]
+    answered: Sequence[AnsweredCase]
 
     @cached_property
     def errors(self) -> dict[str, int]:
@@ -136,7 +136,7 @@ def print_table(rows: Table) -> None:
         print("  ".join(cells).rstrip())
 
 
-def _worst(report: Report, count: int) -> list[Answered]:
+def _worst(report: Report, count: int) -> list[AnsweredCase]:
     """The cases with the lowest scores, which are not perfect."""
     imperfect = [each for each in report.answered if each.scored.value < 1]
     return sorted(imperfect, key=lambda each: each.scored.value)[:count]

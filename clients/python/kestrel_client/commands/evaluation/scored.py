@@ -17,7 +17,7 @@ Key = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredCase:
     """The score of one case, as plain values."""
 
     image: str
@@ -39,18 +39,18 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredCase:
     """A case with its answer and score."""
 
     item: Item
     case: Case
     outcome: Outcome | None
-    scored: Scored
+    scored: ScoredCase
 
 
 def score_lines(
     lines: Iterable[Mapping[str, Any]], items: Mapping[Any, Item], benchmark: Benchmark
-) -> Iterator[Answered]:
+) -> Iterator[AnsweredCase]:
     """Scores the results of a journal. ``items``: by identity; results of other items are left out. Raises CommandError
     if a result is of another question."""
     for line in lines:
@@ -65,7 +65,7 @@ def score_lines(
                     "the data has changed, so start over with --fresh"
                 )
             score = benchmark.score(case, outcome)
-            scored = Scored(
+            scored = ScoredCase(
                 item.image,
                 item.number,
                 key,
@@ -77,24 +77,24 @@ def score_lines(
                 score.counts,
                 error,
             )
-            yield Answered(item, case, outcome, scored)
+            yield AnsweredCase(item, case, outcome, scored)
 
 
-def write_scores(scored: Iterable[Scored], file: Path) -> None:
+def write_scores(scored: Iterable[ScoredCase], file: Path) -> None:
     """Raises OSError."""
     with file.open("w", encoding="utf-8") as opened:
         for each in scored:
             opened.write(json.dumps(asdict(each), ensure_ascii=False) + "\n")
 
 
-def read_scores(file: Path) -> list[Scored]:
+def read_scores(file: Path) -> list[ScoredCase]:
     """Raises CommandError."""
     if not file.exists():
         raise CommandError(
             f"{str(file.parent)!r} has no scores; 'eval SET --output {file.parent}' makes them"
         )
     try:
-        return [Scored(**line) for line in json_lines(file)]
+        return [ScoredCase(**line) for line in json_lines(file)]
     except TypeError:
         raise CommandError(f"{str(file)!r} is not a file of scores") from None
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .scored import Scored
+from .scored import ScoredCase
 
 SAMPLES = 2000
 """Samples of the bootstrap."""
@@ -47,7 +47,7 @@ class Total:
     high: float | None
 
 
-def totals(scores: Sequence[Scored], groups: Sequence[str] = ()) -> list[Total]:
+def totals(scores: Sequence[ScoredCase], groups: Sequence[str] = ()) -> list[Total]:
     """The metrics of all cases and of each group. ``groups``: those that come first, in order."""
     names = metrics_of(scores, groups)
     images = list(dict.fromkeys(each.image for each in scores))
@@ -63,7 +63,7 @@ def totals(scores: Sequence[Scored], groups: Sequence[str] = ()) -> list[Total]:
     return found
 
 
-def metrics_of(scores: Iterable[Scored], groups: Sequence[str] = ()) -> list[Name]:
+def metrics_of(scores: Iterable[ScoredCase], groups: Sequence[str] = ()) -> list[Name]:
     """All groups with their metrics. The group of all cases comes first, with the metrics that every group has."""
     by_group: dict[str, dict[str, None]] = defaultdict(dict)
     for each in scores:
@@ -81,7 +81,7 @@ def metrics_of(scores: Iterable[Scored], groups: Sequence[str] = ()) -> list[Nam
 
 
 def sums(
-    scores: Iterable[Scored], names: Sequence[Name], images: Sequence[str]
+    scores: Iterable[ScoredCase], names: Sequence[Name], images: Sequence[str]
 ) -> tuple[NDArray[Any], NDArray[Any], dict[Name, int]]:
     """Parts and wholes [images, names], and the number of cases of each name."""
     rows = {image: row for row, image in enumerate(images)}
@@ -177,7 +177,7 @@ class Difference:
 
 
 def differences(
-    first: Sequence[Scored], second: Sequence[Scored], groups: Sequence[str] = ()
+    first: Sequence[ScoredCase], second: Sequence[ScoredCase], groups: Sequence[str] = ()
 ) -> list[Difference]:
     """The metrics of two sides. They have the same cases, in the same order."""
     names = metrics_of(first, groups)
@@ -222,7 +222,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def _right(
-    first: Sequence[Scored], second: Sequence[Scored], group: str, metric: str
+    first: Sequence[ScoredCase], second: Sequence[ScoredCase], group: str, metric: str
 ) -> list[tuple[bool, bool]] | None:
     """Whether the sides have each case right; None if answers can be right in part."""
     pairs = []

@@ -11,7 +11,7 @@ from ...geometry import ImageSize, read_size
 from ...images.image_forms import ImageInput
 from ..plain import Plain, plain_fields
 from ..reading import read, words_by_value
-from .showing import Drawn
+from .showing import Drawable
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unknown"]
 """Why generation ended: at its natural end ("stop"), at a limit, or cancelled. A newer server may give "unknown"."""
@@ -56,7 +56,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result(Drawn, Plain):
+class Result(Drawable, Plain):
     """The fields and methods of all results."""
 
     finish_reason: FinishReason

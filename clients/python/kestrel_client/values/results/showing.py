@@ -28,7 +28,7 @@ def draw_marks(
     return paint.draw(marks, image)
 
 
-class Drawn:
+class Drawable:
     """What can be drawn on the image of its call, ``source``."""
 
     __slots__ = ()

@@ -12,7 +12,7 @@ Figures: TypeAlias = Mapping[str, tuple[float, bool]]
 """The value of each figure and whether more is better, by name."""
 
 
-class Compared(NamedTuple):
+class FigureComparison(NamedTuple):
     """``worse``: the share by which the new figure is worse; negative if it is better."""
 
     name: str
@@ -21,7 +21,7 @@ class Compared(NamedTuple):
     worse: float
 
 
-def compare(old: Figures, new: Figures) -> list[Compared]:
+def compare(old: Figures, new: Figures) -> list[FigureComparison]:
     """Returns the figures that both runs have, the worst first."""
     found = []
     for name in old.keys() & new.keys():
@@ -29,7 +29,7 @@ def compare(old: Figures, new: Figures) -> list[Compared]:
         # As time for the same work: half the rate and twice the time are both 100 % worse.
         more, less = (before, after) if at_least else (after, before)
         worse = more / less - 1 if less else (math.inf if more else 0.0)
-        found.append(Compared(name, before, after, worse))
+        found.append(FigureComparison(name, before, after, worse))
     return sorted(found, key=lambda c: (-c.worse, c.name))
 
 

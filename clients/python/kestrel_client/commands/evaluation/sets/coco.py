@@ -19,7 +19,7 @@ from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, SetMetrics
 from ..place_metrics import found_boxes, matched, size_of, to_pixels
 from ..reading import image_file, objects_of
 from ..records import Edges, Record, is_number, is_unicode
-from ..scored import Answered
+from ..scored import AnsweredCase
 
 _ALL = (
     "person|bicycle|car|motorcycle|airplane|bus|train|truck|boat|traffic light|fire hydrant|street sign|stop sign|"
@@ -136,7 +136,7 @@ def _score(case: Case, outcome: Outcome | None) -> Score:
     return Score(value, counts, f"{len(boxes)} found, {len(ious)} right")
 
 
-def _whole(answered: Sequence[Answered]) -> SetMetrics | None:
+def _whole(answered: Sequence[AnsweredCase]) -> SetMetrics | None:
     """COCO's own figures, by faster-coco-eval."""
     try:
         from faster_coco_eval import COCO, COCOeval_faster
