@@ -8,6 +8,7 @@ export type { ClientOptions } from "./connection.js";
 export { similarity, vectors } from "./embeddings.js";
 export * from "./errors.js";
 export { toPixels, type BoxInput, type PointInput, type SpatialRef, type TilesInput } from "./geometry.js";
+export { ImageFeatures } from "./images/features.js";
 export { ImageHandle, type ImageInput, type RawPixels } from "./images/images.js";
 export type { ImageSource, KnownImagesOptions } from "./images/known.js";
 export type { CallOptions, Constraint, HandlingOptions, SamplingOptions, TextOptions } from "./options.js";

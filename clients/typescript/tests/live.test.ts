@@ -15,6 +15,7 @@ import {
   FinishReason,
   fromStatus,
   gazeTask,
+  ImageFeatures,
   ImageHandle,
   InvalidArgumentError,
   KestrelClient,
@@ -184,6 +185,9 @@ for (const [name, client] of [
       const [other] = vectors(half.embeddings[0] as never);
       assert.ok(other && similarity(one, other) > 0.999);
       assert.ok((await client.streamEmbed(IMAGE).result()).info.model);
+      const { embeddings, info } = await client.embed(IMAGE, { pooling: "none" });
+      const features = ImageFeatures.of(embeddings[0] as never, info?.images[0]?.size as never);
+      assert.equal((await client.query(features, QUESTION, { temperature: 0 })).answer, "2");
       const count = await client.countTokens(IMAGE, { mine: queryTask(QUESTION) });
       assert.equal(count.inputTokens, (await client.query(IMAGE, QUESTION)).usage.inputTokens);
       const options = { arguments: { question: QUESTION }, settings: { temperature: 0 } };

@@ -10,6 +10,7 @@ import { pathToFileURL } from "node:url";
 
 import * as kestrel from "kestrel-client";
 import {
+  ImageFeatures,
   InvalidImageError,
   InvalidRequestError,
   KestrelClient,
@@ -221,6 +222,25 @@ test("pixels, vectors and similarity", () => {
   );
   assert.throws(() => vectors({ ...embedding, dimensions: 3 }), /not 2 x 3/);
   assert.ok(Math.abs(similarity(Float32Array.of(1, 0), Float32Array.of(1, 1)) - Math.SQRT1_2) < 1e-6);
+});
+
+test("features", async () => {
+  const size = { width: 40, height: 30 };
+  const wide = new ImageFeatures(Float32Array.of(1, -2, 3, 0.5, 0, 4), 2, 3, size, "mine@1");
+  assert.deepEqual([...wide.data.subarray(0, 8)], [0, 0, 0x80, 0x3f, 0, 0, 0, 0xc0]);
+  const half = new ImageFeatures(Uint16Array.of(0x3c00, 0x0001), 1, 2, size);
+  assert.deepEqual([...half.data], [0, 0x3c, 1, 0]);
+  const { data, rows, dimensions } = half;
+  assert.deepEqual(ImageFeatures.of({ data, rows, dimensions } as Embedding, size), half);
+  for (const [make, said] of [
+    [() => new ImageFeatures(Float32Array.of(1), 1, 2, size), /1 numbers are not 1 x 2/],
+    [() => new ImageFeatures([1] as never, 1, 1, size), /must be a Float32Array, or a Uint16Array/],
+    [() => new ImageFeatures(Float32Array.of(1), 1, 1, { width: 0, height: 1 }), /size\.width is 0/],
+    [() => new ImageFeatures(Float32Array.of(), 0, 1, size), /rows is 0/],
+  ] as const) {
+    assert.throws(make, said);
+  }
+  await assert.rejects(new KestrelClient(NOWHERE, { maxMessageBytes: 9 }).caption(wide), RequestTooLargeError);
 });
 
 test("an error has the name of its class", () => {

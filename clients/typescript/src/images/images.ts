@@ -3,6 +3,7 @@ import { create } from "@bufbuild/protobuf";
 
 import { InvalidImageError, InvalidRequestError, RequestTooLargeError } from "../errors.js";
 import { ImageSchema, PixelFormat, type Image, type ImageSize } from "../gen/kestrel/v1/common_pb.js";
+import { ImageFeatures } from "./features.js";
 import { fetched } from "./fetching.js";
 
 /** Uncompressed pixels, such as a browser's ImageData: rows from top to bottom, channels interleaved. */
@@ -16,9 +17,9 @@ export interface RawPixels {
 
 /**
  * An image: the bytes of a file, a Blob or File, an address (http, https, data; in Node also file), pixels, an image
- * that the server stores; and as a string an address, or in Node a path.
+ * that the server stores; as a string an address, or in Node a path; and in place of an image its features.
  */
-export type ImageInput = Uint8Array | ArrayBuffer | Blob | URL | string | RawPixels | ImageHandle;
+export type ImageInput = Uint8Array | ArrayBuffer | Blob | URL | string | RawPixels | ImageHandle | ImageFeatures;
 
 /** An image that the server stores, in place of an image. `new ImageHandle(id)` names one by an id of a result. */
 export class ImageHandle {
@@ -55,6 +56,12 @@ export async function toImage(
   if (input instanceof ImageHandle) {
     return create(ImageSchema, { source: { case: "imageId", value: input.imageId } });
   }
+  if (input instanceof ImageFeatures) {
+    const { data, rows, dimensions, size, adapter } = input;
+    checkSize(data.byteLength, limit);
+    const value = { data, rows, dimensions, width: size.width, height: size.height, ...(adapter && { adapter }) };
+    return create(ImageSchema, { source: { case: "features", value } });
+  }
   const raw = rawPixels(input);
   if (raw !== undefined) {
     checkSize(raw.data.byteLength, limit);
@@ -66,10 +73,10 @@ export async function toImage(
   return create(ImageSchema, { source: { case: "encoded", value } });
 }
 
-/** The number of bytes of its file or of its pixels; 0 for an id. */
+/** The number of bytes of its file, of its pixels or of its features; 0 for an id. */
 export function bytesOf({ source }: Image): number {
   if (source.case === "encoded") return source.value.byteLength;
-  return source.case === "raw" ? source.value.data.byteLength : 0;
+  return source.case === "raw" || source.case === "features" ? source.value.data.byteLength : 0;
 }
 
 async function encoded(
@@ -94,12 +101,13 @@ async function encoded(
     return (await readFile(input, limit)) as Uint8Array<ArrayBuffer>;
   }
   throw new InvalidImageError(
-    "the image must be a Uint8Array, an ArrayBuffer, a Blob, an address, pixels, an ImageHandle, or in Node a path",
+    "the image must be a Uint8Array, an ArrayBuffer, a Blob, an address, pixels, an ImageHandle, ImageFeatures, or in Node a path",
   );
 }
 
 function rawPixels(input: ImageInput) {
-  if (typeof input !== "object" || input === null || !("data" in input)) return undefined;
+  if (typeof input !== "object" || input === null || input instanceof ImageFeatures || !("data" in input))
+    return undefined;
   const { data, width, height, format } = input;
   if (!(data instanceof Uint8Array || data instanceof Uint8ClampedArray)) {
     throw new InvalidImageError("the pixels' data must be a Uint8Array or a Uint8ClampedArray");
