@@ -14,6 +14,7 @@ from kestrel_engine import EngineInfo, ImageEvent, RequestEvent, RuntimeConfig, 
 from kestrel_engine.building.factory import Built
 from kestrel_engine.types.model_config import ModelConfig, parse_model_config
 from kestrel_engine.types.requests import Token
+from kestrel_engine.types.step import Row, StepToken
 from tests.fake_runtime import FakeRuntime
 
 IMAGE = np.full((40, 60, 3), 200, np.uint8)
@@ -80,6 +81,18 @@ class Gate:
         self.entered.set()
         assert self.open.wait(60)
         return 100 + 97
+
+
+def listening(runtime: FakeRuntime) -> list[StepToken | None]:
+    """All tokens that the runtime samples from now on."""
+    sampled, sample = [], runtime.sample
+
+    def recorded(row: Row) -> StepToken | None:
+        sampled.append(sample(row))
+        return sampled[-1]
+
+    runtime.sample = recorded  # type: ignore[method-assign]
+    return sampled
 
 
 class Listener:

@@ -77,20 +77,19 @@ class Golden:
         page_size: int = 10,
         dtype: torch.dtype = torch.float32,
         num_pages: int | None = None,
+        kv_scales: list[tuple[float, float]] | None = None,
     ) -> TorchRuntime:
         """A runtime of its own pool over the same weights (float32: by reference), with room for six sequences."""
         weights = self.weights
         if dtype != torch.float32:
             weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
-        return TorchRuntime(
-            Moondream(self.config, weights),
+        return runtime_of(
             self.config,
+            weights,
             num_pages=num_pages or 6 * 850 // page_size,
             page_size=page_size,
-            max_batch_size=8,
-            max_seq_length=self.config.text.max_context,
-            device="cpu",
             dtype=dtype,
+            kv_scales=kv_scales,
         )
 
     def encode(self, runtime: TorchRuntime, pictures: dict[str, PreparedImage]) -> None:
@@ -100,6 +99,22 @@ class Golden:
             for name, picture in pictures.items()
         )
         runtime.collect(runtime.launch(StepPlan(0, encode=named)))
+
+
+def runtime_of(
+    config: ModelConfig,
+    weights: dict[str, Tensor],
+    *,
+    num_pages: int = 6 * 85,
+    page_size: int = 10,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> TorchRuntime:
+    sizes = {"max_batch_size": 8, "max_seq_length": config.text.max_context, "page_size": page_size}
+    model = Moondream(config, weights)
+    return TorchRuntime(
+        model, config, device="cpu", dtype=dtype, num_pages=num_pages, **sizes, **options
+    )
 
 
 def load_pictures() -> dict[str, PreparedImage]:
@@ -124,16 +139,7 @@ def load_golden(name: str, folder: Path, data: Path, pictures: dict[str, Prepare
         name=name,
         config=loaded.config,
         weights=loaded.tensors,
-        runtime=TorchRuntime(
-            Moondream(loaded.config, loaded.tensors),
-            loaded.config,
-            num_pages=6 * 85,
-            page_size=10,
-            max_batch_size=8,
-            max_seq_length=loaded.config.text.max_context,
-            device="cpu",
-            dtype=torch.float32,
-        ),
+        runtime=runtime_of(loaded.config, loaded.tensors),
         context=SkillContext(
             model=loaded.config, codec=Tokenizer.from_file(folder / "tokenizer.json")
         ),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock, PreparedImage
 from kestrel_engine.types.step import Row
@@ -33,17 +32,7 @@ def model(
     """A golden model, and a runtime over its weights whose cache is in eight bits."""
     golden = goldens(request.param)
     with torch.inference_mode():
-        runtime = TorchRuntime(
-            Moondream(golden.config, golden.weights),
-            golden.config,
-            num_pages=6 * 85,
-            page_size=10,
-            max_batch_size=8,
-            max_seq_length=golden.config.text.max_context,
-            device="cpu",
-            dtype=torch.float32,
-            kv_scales=calibrated(golden),
-        )
+        runtime = golden.new_runtime(kv_scales=calibrated(golden))
         used = {golden.case(name).get("image") for name in CASES}
         golden.encode(runtime, {name: each for name, each in pictures.items() if name in used})
     return golden, runtime

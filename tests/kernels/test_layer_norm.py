@@ -7,21 +7,11 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from kestrel_engine.kernels.layer_norm import add_layer_norm, layer_norm
+from tests.kernels.tensors import DTYPES, poisoned, random
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# Interpreted, bfloat16 arithmetic is wrong.
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -170,15 +170,9 @@ def test_labels_become_questions(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"images": 3}, "images must be a list"),
         ({"images": [{}]}, "id must be"),
         ({"images": [{"id": 1, "file_name": "a.jpg"}]}, "has no width and height"),
         ({"images": [{**COCO["images"][0], "file_name": "c.jpg"}]}, "no file 'c.jpg'"),
-        ({"annotations": [{"image_id": 1, "category_id": 9}]}, "category_id '9' is the id of no"),
-        (
-            {"annotations": [{"image_id": 1, "category_id": 1, "bbox": [1, 2]}]},
-            "bbox must have 4 numbers",
-        ),
     ],
 )
 def test_invalid_labels_are_refused(tmp_path, change, words):

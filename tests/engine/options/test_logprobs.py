@@ -3,23 +3,9 @@
 import pytest
 
 from kestrel_engine import InvalidRequest
-from tests.engine.fakes import IMAGE
+from tests.engine.fakes import IMAGE, listening
 from tests.engine.options.test_stop_strings import GREEDY, says, streamed, thinks
 from tests.fake_runtime import FakeRuntime
-
-
-def listening(runtime):
-    """The ids and log-probabilities of all tokens that the runtime samples from now on."""
-    sampled = []
-    sample = runtime.sample
-
-    def recorded(row):
-        token = sample(row)
-        sampled.append((token.id, token.logprob))
-        return token
-
-    runtime.sample = recorded
-    return sampled
 
 
 async def test_the_tokens_are_those_of_the_answer(make_engine, fake_limits):
@@ -30,7 +16,9 @@ async def test_the_tokens_are_those_of_the_answer(make_engine, fake_limits):
     result = await engine.query(question="a", settings=settings)
     tokens = result.logprobs
     assert tuple(token.id for token in tokens) == result.token_ids and len(tokens) == 12
-    assert [(token.id, token.logprob) for token in tokens] == sampled[:12]
+    assert [(token.id, token.logprob) for token in tokens] == [
+        (token.id, token.logprob) for token in sampled[:12]
+    ]
     assert len({token.logprob for token in tokens}) > 6
     joined = b"".join(token.utf8 for token in tokens).decode(errors="replace")
     assert joined == result.output["answer"] == "größer \ufffd"

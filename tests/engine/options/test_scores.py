@@ -10,23 +10,10 @@ from kestrel_engine.skills.objects.scores import raw_score
 from kestrel_engine.types.calibration import Calibration, Curve
 from kestrel_engine.types.requests import Coord
 from kestrel_engine.types.step import StepToken
-from tests.engine.fakes import GREEDY, IMAGE, fake_build
+from tests.engine.fakes import GREEDY, IMAGE, fake_build, listening
 from tests.fake_runtime import FakeRuntime
 
 SEVERAL = {"max_objects": 6}
-
-
-def listening(runtime):
-    """All tokens that the runtime samples from now on."""
-    sampled = []
-    sample = runtime.sample
-
-    def recorded(row):
-        sampled.append(sample(row))
-        return sampled[-1]
-
-    runtime.sample = recorded
-    return sampled
 
 
 def product(tokens):

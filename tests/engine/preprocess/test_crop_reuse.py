@@ -11,8 +11,6 @@ from kestrel_engine.preprocess.crop_keys import crop_keys
 from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
 from kestrel_engine.preprocess.prepared_cache import in_namespace
-from kestrel_engine.runtime.gpu.parts import Options
-from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.types.model_config import VisionConfig
 from kestrel_engine.types.requests import PreparedImage
 from kestrel_engine.types.step import EncodeSlice
@@ -25,6 +23,7 @@ NEXT = FRAME.copy()
 NEXT[:20, :20] = 0
 """A change in one corner: the overview and one tile differ."""
 VISION = VisionConfig()
+SIZES = {"num_pages": 30, "page_size": 17, "max_batch_size": 3, "max_seq_length": 200}
 
 
 def keyed(image: PreparedImage, vision: VisionConfig = VISION) -> PreparedImage:
@@ -86,11 +85,7 @@ def test_the_gpu_runtime_reuses_features_bit_for_bit(family):
     """The features of a reused crop are those of the step that encoded it, also when that step had other crops. The
     others are those that the tower gives for the same pass."""
     config, tensors = small_models.small_model(family)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    own = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
-    runtime = GpuRuntime(
-        config, own, Options(num_pages=30, page_size=17, max_batch_size=3, max_seq_length=200)
-    )
+    runtime = small_models.gpu_runtime(config, tensors, **SIZES)
     first, second = two_frames(small_models.picture("first", (1, 3), config, seed=1))
     step(runtime, encode=(EncodeSlice(first, 0, 2, kept=(1,)),))
     step(runtime, encode=(EncodeSlice(first, 2, 4, kept=(3,)),))
@@ -98,7 +93,7 @@ def test_the_gpu_runtime_reuses_features_bit_for_bit(family):
     encode = runtime.encode_crops
 
     def crops(image: PreparedImage, *indices: int) -> torch.Tensor:
-        return encode(torch.from_numpy(image.crops[list(indices)]).to(device))
+        return encode(torch.from_numpy(image.crops[list(indices)]).to(small_models.DEVICE))
 
     new = crops(second, 0, 2)
     kept = crops(first, 0, 1)[1], crops(first, 2, 3)[1]
@@ -124,11 +119,7 @@ def test_crops_that_the_gpu_makes_are_reused_bit_for_bit():
     crop, the features are those of the same passes over the crops of libvips."""
     config, tensors = small_models.small_model("moondream2")
     vision = config.vision
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    own = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
-    runtime = GpuRuntime(
-        config, own, Options(num_pages=30, page_size=17, max_batch_size=3, max_seq_length=200)
-    )
+    runtime = small_models.gpu_runtime(config, tensors, **SIZES)
     before = np.random.default_rng(6).integers(0, 255, (70, 150, 3), dtype=np.uint8)
     after = before.copy()
     after[30:34, 2:6] = 0
@@ -144,7 +135,7 @@ def test_crops_that_the_gpu_makes_are_reused_bit_for_bit():
     step(runtime, encode=(EncodeSlice(first, 0, count, kept=reused),))
     step(runtime, encode=(EncodeSlice(second, 0, count, reused=reused),))
     crops = [
-        torch.from_numpy(cut_crops(DecodedImage(pixels), vision).crops).to(device)
+        torch.from_numpy(cut_crops(DecodedImage(pixels), vision).crops).to(small_models.DEVICE)
         for pixels in (before, after)
     ]
     new = [index for index in range(count) if index not in reused]

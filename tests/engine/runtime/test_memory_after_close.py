@@ -5,14 +5,9 @@ import gc
 import pytest
 import torch
 
-from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu.parts import Options
-from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.step import EncodeSlice, StepPlan
-from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.small_models import gpu_runtime, picture, small_model, torch_runtime
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"num_pages": 60, "page_size": 17, "max_batch_size": 4, "max_seq_length": 200}
 
 
@@ -26,13 +21,7 @@ def bytes_of_tensors() -> int:
 
 def opened(kind: str):
     config, tensors = small_model("moondream2")
-    if kind == "torch":
-        return TorchRuntime(
-            Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
-        )
-    return GpuRuntime(
-        config, {n: t.to(DEVICE, copy=True) for n, t in tensors.items()}, Options(**SIZES)
-    )
+    return (torch_runtime if kind == "torch" else gpu_runtime)(config, tensors, **SIZES)
 
 
 @pytest.mark.parametrize("kind", ["torch", "kernels"])

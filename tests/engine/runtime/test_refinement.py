@@ -9,13 +9,10 @@ import torch
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.refiner import Refiner, RefinerConfig, refiner_shapes
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
-from kestrel_engine.runtime.gpu.parts import Options
-from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.refinement import refine_bytes, results_of
-from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.step import RefineRow, StepPlan
 from tests.engine.adapters.random_adapters import adapter, merged, random_tensors
-from tests.engine.runtime.gpu.small_models import small_model
+from tests.engine.runtime.gpu.small_models import gpu_runtime, small_model, torch_runtime
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"num_pages": 8, "page_size": 17, "max_batch_size": 4, "max_seq_length": 100}
@@ -39,14 +36,7 @@ def model():
 @pytest.fixture(scope="module")
 def plain(model):
     config, tensors = model
-    runtime = TorchRuntime(
-        Moondream(config, tensors),
-        config,
-        device="cpu",
-        dtype=torch.float32,
-        refiner=refiner_for(config),
-        **SIZES,
-    )
+    runtime = torch_runtime(config, tensors, refiner=refiner_for(config), **SIZES)
     yield runtime
     runtime.close()
 
@@ -84,8 +74,7 @@ def test_a_step_gives_what_the_refiner_gives(model, plain, rows):
 
 def test_the_gpu_runtime_gives_the_same(model, plain, rows):
     config, tensors = model
-    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    runtime = GpuRuntime(config, own, Options(refiner=refiner_for(config, DEVICE), **SIZES))
+    runtime = gpu_runtime(config, tensors, refiner=refiner_for(config, DEVICE), **SIZES)
     try:
         assert runtime.limits.refines
         wanted = refined(plain, 1, rows)
@@ -104,9 +93,7 @@ def test_a_mask_that_is_not_finite_is_missing(rows):
 
 def test_without_a_refiner_a_runtime_refines_nothing(model):
     config, tensors = model
-    runtime = TorchRuntime(
-        Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
-    )
+    runtime = torch_runtime(config, tensors, **SIZES)
     assert not runtime.limits.refines
     runtime.close()
 
@@ -133,13 +120,9 @@ def test_an_adapter_of_the_tower_counts_as_merged_weights(model, rows):
             features = vision.encode_two_depths(torch.from_numpy(row.pixels)[None], 0)
             refiner = refiner_for(config)
             wanted[row.sequence_id] = refiner.refine(*features, torch.from_numpy(row.mask)[None])[0]
-    plain = TorchRuntime(
-        Moondream(config, tensors), config, device="cpu", dtype=torch.float32,
-        refiner=refiner_for(config), **SIZES,
-    )  # fmt: skip
-    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    gpu = GpuRuntime(
-        config, own, Options(refiner=refiner_for(config, DEVICE), adapters=layout, **SIZES)
+    plain = torch_runtime(config, tensors, refiner=refiner_for(config), **SIZES)
+    gpu = gpu_runtime(
+        config, tensors, refiner=refiner_for(config, DEVICE), adapters=layout, **SIZES
     )
     for runtime, those in ((plain, adapters), (gpu, on_gpu)):
         asked = [replace(row, adapter=each) for row, each in zip(rows, [None, *those], strict=True)]

@@ -41,14 +41,6 @@ def test_finds_the_longest_prefix_and_its_pages():
     cache.check()
 
 
-def test_a_image_is_matched_whole_or_not_at_all():
-    pool, cache = filled()
-    put(pool, cache, "n", atoms("P"))
-    assert cache.match("n", []).node is None
-    assert cache.contains("n", atoms("P"))
-    assert not cache.contains("n", atoms("Q"))
-
-
 def test_inserting_again_keeps_the_first_pages():
     pool, cache = filled()
     first = put(pool, cache, "n", atoms("a", "b"))
@@ -81,14 +73,6 @@ def test_use_renews():
     cache.evict(1)
     assert cache.contains("n", atoms("a"))
     assert not cache.contains("n", atoms("b"))
-
-
-def test_empty_namespaces_go():
-    pool, cache = filled()
-    put(pool, cache, "n", atoms("a", "b"))
-    assert cache.flush() == 2
-    cache.check()
-    assert pool.num_free == pool.num_pages
 
 
 def test_an_unlock_too_many_is_noticed():

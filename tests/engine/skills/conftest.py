@@ -4,17 +4,7 @@ import pytest
 
 from kestrel_engine.skills.base import SkillContext, SkillDefaults
 from kestrel_engine.types.model_config import ModelConfig, parse_model_config
-
-
-class ByteCodec:
-    def encode(self, text: str) -> list[int]:
-        return [100 + byte for byte in text.encode()]
-
-    def decode(self, ids: list[int] | tuple[int, ...]) -> str:
-        return bytes(i - 100 for i in ids if i >= 100).decode(errors="replace")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id - 100]) if token_id >= 100 else b""
+from tests.engine.fakes import ByteCodec
 
 
 def context_of(model: ModelConfig, **defaults: object) -> SkillContext:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tests.kernels.moe.moe_layer import DEVICE, poisoned, relative_error
+from tests.kernels.moe.moe_layer import relative_error
+from tests.kernels.tensors import DEVICE, poisoned
 
 unmasked = pytest.importorskip("kestrel_engine.kernels.attention.unmasked")
 

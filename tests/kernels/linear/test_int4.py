@@ -9,13 +9,11 @@ pytest.importorskip("triton")
 from kestrel_engine.kernels.linear.int4 import widen
 from kestrel_engine.kernels.linear.skinny_linear import skinny_linear, skinny_partials
 from kestrel_engine.models.weight_only import to_groups, widened
+from tests.kernels.tensors import DEVICE, DTYPES
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# Interpreted, bfloat16 arithmetic is wrong.
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 
 
 def narrow(n, k, group, dtype=torch.float32):

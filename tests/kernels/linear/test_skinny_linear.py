@@ -17,21 +17,11 @@ from kestrel_engine.kernels.linear.skinny_tiling import (
     tiling_of,
 )
 from kestrel_engine.runtime.gpu.gemm import Fp8Linear
+from tests.kernels.tensors import DEVICE, DTYPES, poisoned, random
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# Interpreted, bfloat16 arithmetic is wrong.
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

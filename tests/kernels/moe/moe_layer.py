@@ -6,8 +6,7 @@ from torch import Tensor
 from kestrel_engine.models.layers import Linear
 from kestrel_engine.models.text import Moe
 from kestrel_engine.models.weight_only import to_groups
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.kernels.tensors import DEVICE
 
 
 class Layer:
@@ -59,10 +58,6 @@ class Layer:
         if self.fc1_scale is not None and self.fc2_scale is not None:
             fc1, fc2 = fc1 * self.fc1_scale[..., None], fc2 * self.fc2_scale[..., None]
         return Moe(self.router, fc1, fc2, self.k)(u.float())
-
-
-def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

@@ -13,7 +13,8 @@ from kestrel_engine.kernels.moe.prefill import moe_prefill
 from kestrel_engine.kernels.moe.route import route
 from kestrel_engine.models.low_rank import LowRank, token_adapters
 from kestrel_engine.models.text import Moe
-from tests.kernels.moe.moe_layer import DEVICE, Layer, relative_error
+from tests.kernels.moe.moe_layer import Layer, relative_error
+from tests.kernels.tensors import DEVICE
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.moe.moe_layer import DEVICE, Layer, poisoned, relative_error
+from tests.kernels.moe.moe_layer import Layer, relative_error
+from tests.kernels.tensors import DEVICE, poisoned
 
 moe_decode = pytest.importorskip("kestrel_engine.kernels.moe.decode")
 route = pytest.importorskip("kestrel_engine.kernels.moe.route").route

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.moe.moe_layer import DEVICE, Layer, poisoned, relative_error
+from tests.kernels.moe.moe_layer import Layer, relative_error
+from tests.kernels.tensors import DEVICE, poisoned
 
 moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe.hopper")
 moe_prefill = pytest.importorskip("kestrel_engine.kernels.moe.prefill")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.moe.moe_layer import DEVICE, poisoned
+from tests.kernels.tensors import DEVICE, poisoned
 
 moe_sort = pytest.importorskip("kestrel_engine.kernels.moe.route")
 moe_hopper = pytest.importorskip("kestrel_engine.kernels.moe.hopper")

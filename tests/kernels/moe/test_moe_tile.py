@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.moe.moe_layer import DEVICE, Layer, relative_error
+from tests.kernels.moe.moe_layer import Layer, relative_error
+from tests.kernels.tensors import DEVICE
 
 tile = pytest.importorskip("kestrel_engine.kernels.moe.tile")
 moe_decode = pytest.importorskip("kestrel_engine.kernels.moe.decode").moe_decode

@@ -1,17 +1,23 @@
 """Random models of both families for interpreted kernels: a crop has 16 patches, an image 17 positions."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
+from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.decoded_image import DecodedImage
+from kestrel_engine.runtime.gpu.parts import Options
+from kestrel_engine.runtime.gpu.runtime import GpuRuntime
+from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.model_config import ModelConfig, parse_model_config
 from kestrel_engine.types.requests import PreparedImage
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RAW = {
     "text": {
         "dim": 64,
@@ -68,6 +74,17 @@ def small_model(
     # Otherwise every token looks alike to the blocks, and greedy answers are one id for ever.
     tensors["text.wte"] *= config.text.dim**0.5
     return config, tensors
+
+
+def torch_runtime(config: ModelConfig, tensors: dict[str, Tensor], **options: Any) -> TorchRuntime:
+    model = Moondream(config, tensors)
+    return TorchRuntime(model, config, device="cpu", dtype=torch.float32, **options)
+
+
+def gpu_runtime(config: ModelConfig, tensors: dict[str, Tensor], **options: Any) -> GpuRuntime:
+    """On a GPU if there is one."""
+    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
+    return GpuRuntime(config, own, Options(**options))
 
 
 def picture(key: str, tiling: tuple[int, int], config: ModelConfig, *, seed: int) -> PreparedImage:

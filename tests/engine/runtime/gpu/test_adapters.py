@@ -7,17 +7,13 @@ import pytest
 import torch
 
 from kestrel_engine.kernels.linear.skinny_tiling import MAX_ROWS
-from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.adapters import decode_changes
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
-from kestrel_engine.runtime.gpu.parts import Options
-from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.text import decode_step
-from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock
 from kestrel_engine.types.step import EncodeSlice, StepPlan
 from tests.engine.adapters.random_adapters import adapter, random_tensors
-from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.small_models import gpu_runtime, picture, small_model, torch_runtime
 from tests.engine.runtime.gpu.test_gpu_runtime import DEVICE, SIZES, TEXT, Talk, answers
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
@@ -94,11 +90,8 @@ def test_mixed_requests(family, most_rows, monkeypatch):
     layout = SlabLayout(config, torch.float32, torch.device(DEVICE))
     first, second = adapters_of(config, layout, (1, 5, "attn"), (2, 35, ""))
     third = with_input_change(config, layout)
-    reference = TorchRuntime(
-        Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
-    )
-    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    tested = GpuRuntime(config, own, Options(adapters=layout, **SIZES))
+    reference = torch_runtime(config, tensors, **SIZES)
+    tested = gpu_runtime(config, tensors, adapters=layout, **SIZES)
     try:
         single = picture("single", (1, 1), config, seed=2)
         for runtime in (reference, tested):

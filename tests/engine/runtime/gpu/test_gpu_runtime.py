@@ -9,10 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu.parts import Options
-from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.embedding import EmbeddingSpec
 from kestrel_engine.types.requests import Coord, ImageBlock, SamplingParams, Size, num_positions
 from kestrel_engine.types.step import (
@@ -25,7 +21,13 @@ from kestrel_engine.types.step import (
     StepPlan,
     TokenRule,
 )
-from tests.engine.runtime.gpu.small_models import both_ways, picture, small_model
+from tests.engine.runtime.gpu.small_models import (
+    both_ways,
+    gpu_runtime,
+    picture,
+    small_model,
+    torch_runtime,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE, PAGES = 17, 60
@@ -43,11 +45,8 @@ WIDE = TokenRule(allowed=tuple(range(5, 60)))
 def both(request):
     """The config, a TorchRuntime and a GpuRuntime with equal weights, holding images "wide" and "single"."""
     config, tensors = small_model(request.param)
-    reference = TorchRuntime(
-        Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
-    )
-    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    tested = GpuRuntime(config, own, Options(**SIZES))
+    reference = torch_runtime(config, tensors, **SIZES)
+    tested = gpu_runtime(config, tensors, **SIZES)
     with_crops, with_pixels = both_ways("wide", 140, 60, config, seed=1)
     assert with_crops.tiling == (1, 3)
     single = picture("single", (1, 1), config, seed=2)

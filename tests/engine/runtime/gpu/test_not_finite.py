@@ -3,17 +3,17 @@
 On a machine with a CUDA device the passes are captured graphs.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
 from kestrel_engine.models.layers import Mlp
-from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import EncodeSlice, LogitEdit, StepPlan, TokenRule
-from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.small_models import gpu_runtime, picture, small_model, torch_runtime
 from tests.engine.runtime.gpu.test_gpu_runtime import (
     DEVICE,
     POINT_X,
@@ -47,14 +47,7 @@ EDITED = TokenRule(edits=(LogitEdit(9, bias=1.0),))
 def runtime(request):
     kind, family = request.param.split()
     config, tensors = small_model(family)
-    made: GpuRuntime | TorchRuntime
-    if kind == "gpu":
-        made = GpuRuntime(
-            config, {k: t.to(DEVICE, copy=True) for k, t in tensors.items()}, Options(**SIZES)
-        )
-    else:
-        model = Moondream(config, tensors)
-        made = TorchRuntime(model, config, device="cpu", dtype=torch.float32, **SIZES)
+    made: Any = (gpu_runtime if kind == "gpu" else torch_runtime)(config, tensors, **SIZES)
     made.test_config = config
     made.model.text.wte[BAD] = torch.nan
     yield made

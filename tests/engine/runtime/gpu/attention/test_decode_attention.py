@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu import parts
 from kestrel_engine.runtime.gpu.attention import blocks as block_attention
 from kestrel_engine.runtime.gpu.attention import prefill as prefill_attention
@@ -17,14 +16,11 @@ from kestrel_engine.runtime.gpu.attention.blocks import BlockAttention
 from kestrel_engine.runtime.gpu.attention.decode import AttentionInputs, FlashInferRows
 from kestrel_engine.runtime.gpu.attention.prefill import AttentionChoice, choose_attention
 from kestrel_engine.runtime.gpu.graphs import ladder
-from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.prefill import graphs as prefill_graphs
-from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.model_config import TextConfig
 from kestrel_engine.types.step import PREVIOUS, EncodeSlice, Row, RuntimeLimits, StepPlan
 from tests.engine.runtime.gpu.attention.flashinfer_stand_in import Wrapper, stand_in
-from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.small_models import gpu_runtime, picture, small_model, torch_runtime
 from tests.engine.runtime.gpu.test_gpu_runtime import SIZES, TEXT, Talk, answers, image
 from tests.kernels.attention.attention_cases import Case, decode_reference
 
@@ -168,13 +164,10 @@ def test_the_runtime_answers_as_the_reference_without_our_text_kernel(monkeypatc
     if name == "flashinfer":
         monkeypatch.setattr(parts, "choose_attention", choose)
     config, tensors = small_model(family)
-    reference = TorchRuntime(
-        Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **SIZES
-    )
-    own = {key: tensor.to(DEVICE, copy=True) for key, tensor in tensors.items()}
+    reference = torch_runtime(config, tensors, **SIZES)
     # No graph can capture the stand-in for FlashInfer, which reads numbers from the device.
     captured = name != "flashinfer"
-    tested = GpuRuntime(config, own, Options(attention=name, cuda_graphs=captured, **SIZES))
+    tested = gpu_runtime(config, tensors, attention=name, cuda_graphs=captured, **SIZES)
     single = picture("single", (1, 1), config, seed=2)
     wanted, got = [], []
     for each, out in ((reference, wanted), (tested, got)):

@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from kestrel_engine.models.kv_format import EIGHT_BITS
-from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.runtime.gpu.parts import Options
-from kestrel_engine.runtime.gpu.runtime import GpuRuntime
-from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock
 from kestrel_engine.types.step import EncodeSlice, StepPlan
-from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.small_models import gpu_runtime, picture, small_model, torch_runtime
 from tests.engine.runtime.gpu.test_gpu_runtime import SIZES, TEXT, Talk, answers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,16 +22,8 @@ FLIPS = 2e-2
 def both(request):
     """A TorchRuntime and a GpuRuntime with equal weights and scales, holding image "single"."""
     config, tensors = small_model(request.param)
-    reference = TorchRuntime(
-        Moondream(config, tensors),
-        config,
-        device="cpu",
-        dtype=torch.float32,
-        kv_scales=SCALES,
-        **SIZES,
-    )
-    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    tested = GpuRuntime(config, own, Options(kv_scales=SCALES, **SIZES))
+    reference = torch_runtime(config, tensors, kv_scales=SCALES, **SIZES)
+    tested = gpu_runtime(config, tensors, kv_scales=SCALES, **SIZES)
     single = picture("single", (1, 1), config, seed=2)
     for runtime in (reference, tested):
         runtime.collect(runtime.launch(StepPlan(0, encode=(EncodeSlice(single, 0, 2),))))

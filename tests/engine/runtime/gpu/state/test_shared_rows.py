@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.graphs import shared_ladder
-from kestrel_engine.runtime.gpu.parts import Options
 from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.state.shared_rows import SharedRows
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock
 from kestrel_engine.types.step import PREVIOUS, EncodeSlice, Row, StepPlan, TokenRule
-from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.small_models import gpu_runtime, picture, small_model, torch_runtime
 from tests.engine.runtime.gpu.test_gpu_runtime import Talk, answers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -76,11 +74,8 @@ def test_answers_about_one_image_are_those_of_the_reference(family, monkeypatch)
     config, tensors = small_model(family)
     page = config.image_prefix
     sizes = {"num_pages": 80, "page_size": page, "max_batch_size": 9, "max_seq_length": 200}
-    reference = TorchRuntime(
-        Moondream(config, tensors), config, device="cpu", dtype=torch.float32, **sizes
-    )
-    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    tested = GpuRuntime(config, own, Options(**sizes))
+    reference = torch_runtime(config, tensors, **sizes)
+    tested = gpu_runtime(config, tensors, **sizes)
     image = picture("image", (1, 1), config, seed=2)
     said, groups = [], []
     for runtime in (reference, tested):

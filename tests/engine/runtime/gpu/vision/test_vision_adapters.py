@@ -8,15 +8,13 @@ import torch
 
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.gpu.adapters.layout import SlabLayout
-from kestrel_engine.runtime.gpu.parts import Options
-from kestrel_engine.runtime.gpu.runtime import GpuRuntime
 from kestrel_engine.runtime.gpu.vision.graphs import CropPassShape, VisionGraphs
 from kestrel_engine.runtime.gpu.vision.tower import FusedVision
 from kestrel_engine.runtime.gpu.weights import pack_weights
 from kestrel_engine.types.embedding import EmbeddingSpec
 from kestrel_engine.types.step import EncodeSlice, ImageRead, StepPlan
 from tests.engine.adapters.random_adapters import adapter, merged, random_tensors
-from tests.engine.runtime.gpu.small_models import picture, small_model
+from tests.engine.runtime.gpu.small_models import gpu_runtime, picture, small_model
 from tests.engine.runtime.gpu.test_gpu_runtime import DEVICE, SIZES, TEXT, Talk, answers, image
 
 pytestmark = pytest.mark.usefixtures("checked_addresses")
@@ -41,8 +39,7 @@ ADAPTERS = {None: None} | {name: with_slabs(name) for name in CHANGES}
 
 
 def runtime_of(tensors, **options):
-    own = {name: tensor.to(DEVICE, copy=True) for name, tensor in tensors.items()}
-    return GpuRuntime(CONFIG, own, Options(**SIZES, **options))
+    return gpu_runtime(CONFIG, tensors, **SIZES, **options)
 
 
 def encoded(runtime, images, *, parts=1):
