@@ -190,6 +190,10 @@ class OpenRequests:
             timings,
             input_tokens=sum(num_positions(each.prompt) for each, _ in request.ended),
             image_tokens=sum(image_positions(each.prompt) for each, _ in request.ended),
+            cached_image_tokens=sum(
+                image_positions(each.prompt, end.timings.cached_tokens)
+                for each, end in request.ended
+            ),
             output_tokens=0 if finished is None else len(finished.token_ids),
             reasoning_tokens=0 if finished is None else finished.reasoning_tokens,
         )

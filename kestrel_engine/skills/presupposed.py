@@ -49,6 +49,7 @@ class Presence:
             output_tokens=sum(m.output_tokens for m in every),
             cached_tokens=sum(m.cached_tokens for m in every),
             image_tokens=sum(m.image_tokens for m in every),
+            cached_image_tokens=sum(m.cached_image_tokens for m in every),
             device_time_ms=sum(m.device_time_ms for m in every),
             encoded_crops=sum(m.encoded_crops for m in every),
             reused_crops=sum(m.reused_crops for m in every),

@@ -80,6 +80,8 @@ class EngineMetrics:
     """Those of output_tokens that were reasoning."""
     cached_tokens: int = 0
     """KV positions reused from a cache."""
+    cached_image_tokens: int = 0
+    """Those of cached_tokens that images take."""
     encoded_crops: int = 0
     """Crops of the request's images that were encoded for it; 0 if another request had the image encoded."""
     reused_crops: int = 0

@@ -67,9 +67,18 @@ def num_positions(tokens: tuple[Token, ...] | list[Token]) -> int:
     return sum(t.num_positions if isinstance(t, ImageBlock) else 1 for t in tokens)
 
 
-def image_positions(tokens: tuple[Token, ...]) -> int:
-    """Those of ``num_positions`` that images take."""
-    return sum(t.num_positions for t in tokens if isinstance(t, ImageBlock))
+def image_positions(tokens: tuple[Token, ...], most: int | None = None) -> int:
+    """Those of ``num_positions`` that images take; with ``most``, of the first ``most`` positions."""
+    if most is None:
+        return sum(t.num_positions for t in tokens if isinstance(t, ImageBlock))
+    found = 0
+    for token in tokens if most else ():
+        if isinstance(token, ImageBlock):
+            found += min(most, token.num_positions)
+        most -= token.num_positions if isinstance(token, ImageBlock) else 1
+        if most <= 0:
+            break
+    return found
 
 
 def _number(default: float, **schema: float) -> Any:

@@ -62,6 +62,7 @@ def metrics_of(
     *,
     input_tokens: int,
     image_tokens: int = 0,
+    cached_image_tokens: int = 0,
     output_tokens: int,
     reasoning_tokens: int = 0,
 ) -> EngineMetrics:
@@ -78,6 +79,7 @@ def metrics_of(
         output_tokens=output_tokens,
         reasoning_tokens=reasoning_tokens,
         cached_tokens=steps.cached_tokens,
+        cached_image_tokens=cached_image_tokens,
         encoded_crops=steps.encoded_crops,
         reused_crops=steps.reused_crops,
         device_time_ms=1e3 * steps.device_s,

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import grpc
 from google.protobuf.message import Message
 
-from kestrel_engine import ImageEvent, RequestEvent, StepEvent
+from kestrel_engine import EngineMetrics, ImageEvent, RequestEvent, StepEvent
 
 from ..edge.calls.call import Call
 from . import names
@@ -76,7 +76,7 @@ def of_request(
     event: RequestEvent, call: Call, *, model: str, image_positions: int, streaming: bool
 ) -> Attributes:
     """The attributes of a finished request of the engine, which ``call`` made."""
-    metrics = event.metrics
+    metrics, task = event.metrics, _task(call, event.skill)
     attributes: Attributes = {
         names.OPERATION: operation_of(event.skill),
         names.PROVIDER: names.PROVIDER_VALUE,
@@ -89,8 +89,11 @@ def of_request(
         "gen_ai.usage.output_tokens": metrics.output_tokens,
         "gen_ai.usage.reasoning.output_tokens": metrics.reasoning_tokens,
         "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
-        **_of_sampling(_task(call, event.skill)),
+        **_of_modalities(metrics, event.skill),
+        **_of_sampling(task),
     }
+    if getattr(task, "reasoning", False):
+        attributes["gen_ai.request.reasoning.level"] = "on"
     if generates(event.skill):
         attributes["gen_ai.output.type"] = "text" if event.skill in _TEXT_SKILLS else "json"
     if event.adapter:
@@ -102,13 +105,34 @@ def of_request(
     if event.first_token_at is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = event.first_token_at - event.accepted_at
     if event.image_size is not None:
-        attributes["gen_ai.usage.image.input_tokens"] = (
-            image_positions if generates(event.skill) else 0
-        )
         attributes[names.IMAGE_WIDTH], attributes[names.IMAGE_HEIGHT] = event.image_size
         attributes[names.IMAGE_CROPS] = event.num_crops
         attributes["kestrel.image.reused_crops"] = metrics.reused_crops
-    return attributes
+    return attributes | _for_routers(event, image_positions)
+
+
+def _of_modalities(metrics: EngineMetrics, skill: str) -> Attributes:
+    """The tokens by modality. The convention wants those that are not 0."""
+    counts = {
+        "gen_ai.usage.text.input_tokens": metrics.input_tokens - metrics.image_tokens,
+        "gen_ai.usage.image.input_tokens": metrics.image_tokens,
+        "gen_ai.usage.text.cache_read.input_tokens": metrics.cached_tokens
+        - metrics.cached_image_tokens,
+        "gen_ai.usage.image.cache_read.input_tokens": metrics.cached_image_tokens,
+        "gen_ai.usage.text.output_tokens": metrics.output_tokens if skill in _TEXT_SKILLS else 0,
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _for_routers(event: RequestEvent, image_positions: int) -> Attributes:
+    """The attributes that llm-d's router gives its spans: the modalities, the images, and whether one of them was in a
+    cache of this server."""
+    if event.image_size is None:
+        return {"mm.modality": "none", "mm.hash_count": 0}
+    metrics = event.metrics
+    count = metrics.image_tokens // image_positions if metrics.image_tokens else 1
+    hit = metrics.encoded_crops == 0 or metrics.cached_image_tokens > 0
+    return {"mm.modality": "image", "mm.hash_count": count, "mm.hit": hit}
 
 
 def generates(skill: str) -> bool:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
+from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+from opentelemetry.trace import SpanContext
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
 
@@ -120,8 +122,8 @@ class ServiceMetrics:
     def remove_model(self, model: str) -> None:
         self._models.remove(model)
 
-    def on_step(self, event: StepEvent) -> None:
-        """Records a step. Runs on the step thread."""
+    def on_step(self, event: StepEvent, span: SpanContext | None = None) -> None:
+        """Records a step. ``span``: that of a call whose token came after the step's gap. Runs on the step thread."""
         self._steps[event.failed,] += 1
         if event.failed:
             return
@@ -132,7 +134,7 @@ class ServiceMetrics:
         self._shared_rows[()] += sum(event.shared_groups)
         self._shared_groups[()] += len(event.shared_groups)
         for gap_s, count in event.token_gaps:
-            self.token_gap.record(gap_s, count)
+            self.token_gap.record(gap_s, count, span)
         if event.num_crops:
             self._step_phase.record(event.vision_s, _VISION)
         if event.num_prefill_positions:
@@ -140,8 +142,11 @@ class ServiceMetrics:
         if event.num_decode:
             self._step_phase.record(event.decode_s, _DECODE)
 
-    def on_request(self, event: RequestEvent, model: str | None = None) -> None:
-        """``model``: the name of a model that is not the default."""
+    def on_request(
+        self, event: RequestEvent, model: str | None = None, context: Context | None = None
+    ) -> None:
+        """``model``: the name of a model that is not the default. ``context``: that of a sampled call, which becomes an
+        exemplar."""
         metrics, skill = event.metrics, {names.SKILL: event.skill}
         which = model or self._default, self._adapter_label(event.adapter)
         self._requests[(*which, event.skill, event.finish_reason or "error", event.error)] += 1
@@ -164,12 +169,12 @@ class ServiceMetrics:
             self._queue.record(metrics.queue_time_ms / 1e3, skill)
         if event.first_token_at is None:
             return
-        self._first_token.record(metrics.ttft_ms / 1e3, served)
+        self._first_token.record(metrics.ttft_ms / 1e3, served, context)
         self._prefill.record(metrics.prefill_time_ms / 1e3, skill)
         self._decode.record(metrics.decode_time_ms / 1e3, skill)
         if metrics.output_tokens > 1:
             self._per_token.record(
-                metrics.decode_time_ms / 1e3 / (metrics.output_tokens - 1), served
+                metrics.decode_time_ms / 1e3 / (metrics.output_tokens - 1), served, context
             )
 
     def _count_usage(self, event: RequestEvent, model: str, adapter: str) -> None:

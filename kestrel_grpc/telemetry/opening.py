@@ -118,13 +118,17 @@ class Telemetry:
 
     def on_step(self, event: StepEvent) -> None:
         if self._counts:
-            self._tell("on_step", self._metrics, event)
+            tracing = None if self._metrics is None else self._tracing
+            span = None if tracing is None else tracing.span_of(event)
+            self._tell("on_step", self._metrics, event, span)
             self._tell("on_step", self._tracing, event)
 
     def on_request(self, event: RequestEvent, info: EngineInfo | None = None) -> None:
         """``info``: of the engine of a model that is not the default."""
         if self._counts:
-            self._tell("on_request", self._metrics, event, info and info.model)
+            tracing = None if self._metrics is None else self._tracing
+            context = None if tracing is None else tracing.context_of(event)
+            self._tell("on_request", self._metrics, event, info and info.model, context)
             self._tell("on_request", self._tracing, event, info)
             self._tell("on_request", self._usage, event, info.model if info else self._default)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from opentelemetry.sdk.metrics.export import (
     Gauge,
@@ -20,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from .names import METRICS, Metric
 
@@ -91,6 +94,17 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _buckets(point: HistogramDataPoint) -> list[tuple[str, float]]:
+def _buckets(point: HistogramDataPoint) -> list[Any]:
+    """Bound and count of each bucket, with its newest exemplar if it has one, which only OpenMetrics' text shows."""
     bounds = [*(str(bound) for bound in point.explicit_bounds), "+Inf"]
-    return list(zip(bounds, itertools.accumulate(point.bucket_counts), strict=True))
+    exemplars = {
+        bisect_left(point.explicit_bounds, each.value): Exemplar(
+            {"trace_id": f"{each.trace_id:032x}", "span_id": f"{each.span_id:016x}"},
+            each.value,
+            each.time_unix_nano / 1e9,
+        )
+        for each in sorted(point.exemplars, key=lambda each: each.time_unix_nano)
+        if each.trace_id and each.span_id
+    }
+    counts = zip(bounds, itertools.accumulate(point.bucket_counts), strict=True)
+    return [(*pair, exemplars[i]) if i in exemplars else pair for i, pair in enumerate(counts)]

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, cast
 
+from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics import Histogram as Instrument
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -23,6 +24,7 @@ from opentelemetry.sdk.metrics.export import (
     PeriodicExportingMetricReader,
 )
 from opentelemetry.sdk.metrics.export import Metric as Collected
+from opentelemetry.trace import SpanContext
 
 from .names import SCOPE, Metric
 
@@ -44,11 +46,18 @@ class DenseHistogram:
         self._metric = metric
         self._counts = [0] * (len(metric.buckets) + 1)
         self._sum = 0.0
+        self._exemplars: dict[int, Exemplar] = {}
+        """The newest one of each bucket."""
         self._began_ns = time.time_ns()
 
-    def record(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._metric.buckets, value)] += times
+    def record(self, value: float, times: int = 1, span: SpanContext | None = None) -> None:
+        """``span``: of a sampled call to which the value belongs."""
+        bucket = bisect_left(self._metric.buckets, value)
+        self._counts[bucket] += times
         self._sum += value * times
+        if span is not None:
+            now = time.time_ns()
+            self._exemplars[bucket] = Exemplar({}, value, now, span.span_id, span.trace_id)
 
     def point(self) -> HistogramDataPoint:
         """All values since the start."""
@@ -63,6 +72,7 @@ class DenseHistogram:
             explicit_bounds=self._metric.buckets,
             min=_UNKNOWN,
             max=_UNKNOWN,
+            exemplars=tuple(self._exemplars.copy().values()),
         )
 
     def collected(

@@ -199,6 +199,22 @@ class CallTracing:
             for trace in self._open.get(request_id, ()):
                 trace.keep(record)
 
+    def context_of(self, event: RequestEvent) -> Context | None:
+        """The context of the sampled call that made the request, for exemplars of metrics; None if none did."""
+        trace = self._trace_of(event)
+        return None if trace is None else set_span_in_context(trace.span, _NO_PARENT)
+
+    def span_of(self, event: StepEvent) -> SpanContext | None:
+        """The span of a sampled call whose token came in the step, if all its tokens came after the same gap; None if
+        no such call is known. Runs on the step thread."""
+        gaps = event.token_gaps
+        if not self._open or len(gaps) != 1 or event.num_prefill_positions:
+            return None
+        if event.num_tokens != gaps[0][1]:
+            return None
+        found = (self._open.get(request_id) for request_id in event.request_ids)
+        return next((traces[-1].context for traces in found if traces), None)
+
     def on_request(self, event: RequestEvent, info: EngineInfo | None = None) -> None:
         """``info``: of the engine of a model that is not the default."""
         trace = self._trace_of(event)

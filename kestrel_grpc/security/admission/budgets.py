@@ -119,11 +119,10 @@ class Budgets:
 
     def use(self, account: _Account, metrics: EngineMetrics) -> None:
         """Counts what a request of the account used."""
-        # The prefix that a cache had begins with the images.
-        cached_text = max(0, metrics.cached_tokens - metrics.image_tokens)
+        image = metrics.image_tokens - metrics.cached_image_tokens
         used = self._cost(
-            prompt=metrics.input_tokens - metrics.image_tokens - cached_text,
-            image=max(0, metrics.image_tokens - metrics.cached_tokens),
+            prompt=metrics.input_tokens - metrics.cached_tokens - image,
+            image=image,
             cached=metrics.cached_tokens,
             output=metrics.output_tokens,
         )

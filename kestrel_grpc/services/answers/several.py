@@ -186,6 +186,7 @@ def total_result(request_id: str, metrics: Sequence[EngineMetrics]) -> EngineRes
     total = EngineMetrics(
         input_tokens=sum(m.input_tokens for m in metrics),
         image_tokens=sum(m.image_tokens for m in metrics),
+        cached_image_tokens=sum(m.cached_image_tokens for m in metrics),
         output_tokens=sum(m.output_tokens for m in metrics),
         reasoning_tokens=sum(m.reasoning_tokens for m in metrics),
         cached_tokens=sum(m.cached_tokens for m in metrics),

@@ -114,7 +114,12 @@ async def test_a_call_becomes_a_trace_below_its_callers(serve_traced, collector)
     assert "gen_ai.request.seed" not in facts and facts["gen_ai.request.stream"] is False
     assert facts["gen_ai.usage.input_tokens"] == response.usage.input_tokens
     assert facts["gen_ai.usage.output_tokens"] == 4
-    assert facts["gen_ai.usage.image.input_tokens"] == response.usage.image_tokens
+    image = response.usage.image_tokens
+    assert facts["gen_ai.usage.image.input_tokens"] == image > 0
+    assert facts["gen_ai.usage.text.input_tokens"] == response.usage.input_tokens - image
+    assert facts["gen_ai.usage.text.output_tokens"] == 4
+    assert not [name for name in facts if "text.cache_read" in name or "reasoning.level" in name]
+    assert (facts["mm.modality"], facts["mm.hash_count"], facts["mm.hit"]) == ("image", 1, False)
     assert [v.string_value for v in facts["gen_ai.response.finish_reasons"].values] == ["length"]
     assert (facts["kestrel.image.width"], facts["kestrel.image.height"]) == (60, 40)
     assert 0 < facts["gen_ai.response.time_to_first_chunk"] < 60
@@ -146,7 +151,21 @@ async def test_a_cached_image_has_no_vision_span(serve_traced, collector):
     await served.vision.Query(QUERY, metadata=SAMPLED)
     spans = await trace(collector)
     assert "vision.encode" not in spans and "prefill" in spans
-    assert attributes(spans["generate_content"])["gen_ai.usage.cache_read.input_tokens"] > 81
+    told = attributes(spans["generate_content"])
+    cached = told["gen_ai.usage.cache_read.input_tokens"]
+    assert cached > told["gen_ai.usage.image.cache_read.input_tokens"] == 81
+    assert told["gen_ai.usage.text.cache_read.input_tokens"] == cached - 81
+    assert told["mm.hit"] is True
+
+
+async def test_a_request_without_an_image_and_with_reasoning(serve_traced, collector):
+    served = await serve_traced()
+    task = pb.QueryTask(question="why?", reasoning=True, max_tokens=3)
+    await served.vision.Query(pb.QueryRequest(query=task), metadata=SAMPLED)
+    told = attributes((await trace(collector))["generate_content"])
+    assert told["gen_ai.request.reasoning.level"] == "on"
+    assert (told["mm.modality"], told["mm.hash_count"]) == ("none", 0)
+    assert not [name for name in told if ".image." in name or name == "mm.hit"]
 
 
 async def test_embeddings_have_an_operation_of_their_own(serve_traced, collector):

@@ -106,7 +106,13 @@ def test_each_kind_of_token_has_its_weight(wall):
     [account] = all_.accounts.values()
     assert account.reserved == 2 * 10 + 3 * 100 + 10 * 20
     held.settle(
-        EngineMetrics(input_tokens=110, image_tokens=100, cached_tokens=104, output_tokens=7)
+        EngineMetrics(
+            input_tokens=110,
+            image_tokens=100,
+            cached_image_tokens=100,
+            cached_tokens=104,
+            output_tokens=7,
+        )
     )
     held.close()
     assert account.windows["day"].used == 2 * 6 + 0.5 * 104 + 10 * 7
