@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..batches.running import BatchRunner
 from ..edge.calls.call import REQUEST_ID_KEY, TRACE_ID_KEY
 from ..security.admission.guard import Guard
 from ..served_model import ServedModels, State
@@ -22,6 +23,7 @@ from ..telemetry.opening import Telemetry
 from .body import content_type
 from .context import Receive, Scope, Send
 from .dialects import (
+    batches,
     completions,
     connect,
     grpc_web,
@@ -58,7 +60,7 @@ class _Answered:
         return list(self._endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        verb = "POST" if scope["method"] == "POST" else "GET"  # A HEAD is a GET without the body.
+        verb = "GET" if scope["method"] == "HEAD" else scope["method"]  # Without the body.
         first, *others = endpoints = self._endpoints[verb]
         endpoint = first if not others else _for_type(endpoints, content_type(scope["headers"]))
         await self._edge.handle(endpoint, scope, receive, send)
@@ -78,11 +80,13 @@ def application(
     guard: Guard,
     telemetry: Telemetry | None,
     origins: Sequence[str] = (),
+    runner: BatchRunner | None = None,
 ) -> Any:
-    """The ASGI application. ``origins``: of the pages whose programs may read the responses; "*" stands for all."""
+    """The ASGI application. ``origins``: of the pages whose programs may read the responses; "*" stands for all.
+    ``runner``: None if the server takes no batches."""
     vision, _, models, inference, served = services
     largest = guard.messages.largest
-    dialects = [
+    dialects: list[Mapping[tuple[str, str], Endpoint]] = [
         moondream.endpoints(vision, lambda: served.names),
         openai.endpoints(vision, models, lambda: served.names),
         completions.endpoints(vision, lambda: served.names),
@@ -93,6 +97,10 @@ def application(
         grpc_web.endpoints(services, largest),
         *connect.endpoints(services, largest),
     ]
+    if runner is not None:
+        known = {key: each for dialect in dialects for key, each in dialect.items()}
+        runner.answer = batches.BatchRequests(edge, known).answer
+        dialects.append(batches.endpoints(runner))
     paths: dict[str, list[tuple[str, Endpoint]]] = defaultdict(list)
     for dialect in dialects:
         for (verb, path), endpoint in dialect.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..batches.running import BatchRunner
 from ..edge.call_life import CallLife, CallWatcher, InFlight
 from ..security.admission.guard import Guard
 from ..security.connections.connection_guard import ConnectionGuard
@@ -29,6 +30,7 @@ def open_http(
     guard: Guard,
     watcher: CallWatcher,
     telemetry: Telemetry | None,
+    runner: BatchRunner | None = None,
 ) -> HttpListener:
     """Returns the listener, not yet started. Raises AddressError, TlsError."""
     check_exposure(config.http_listen, security)
@@ -48,6 +50,6 @@ def open_http(
     allowed = config.http_fetch_allow
     fetcher = ImageFetcher(allowed, guard.messages.largest) if allowed else None
     edge = HttpEdge(CallLife(guard, connection_guard, in_flight, watcher), fetcher)
-    app = application(edge, services, guard, telemetry, config.http_allow_origins)
+    app = application(edge, services, guard, telemetry, config.http_allow_origins, runner)
     tls = None if security.tls is None else RenewedContext(security.tls, "HTTP port")
     return HttpListener(app, config, security, tls, connections, connection_guard)

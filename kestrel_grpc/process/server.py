@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, clock
 
+from ..batches.running import BatchRunner
+from ..batches.store import BatchStore
 from ..edge.call_life import CallLife, InFlight
 from ..edge.methods import Methods
 from ..edge.request_streams import StreamKind
@@ -126,6 +128,11 @@ class KestrelServer:
         self.telemetry: Telemetry | None = None
         """Set by ``start``: receives events of calls, and must be the engine's observer. None without telemetry."""
         self.in_flight = InFlight()
+        batches = config.batches
+        self.batches: BatchRunner | None = None
+        """None if the server takes no batches."""
+        if batches.path is not None:
+            self.batches = BatchRunner(BatchStore(batches), batches.at_once)
         self._files = files = FileWatch()
         self._health = health.Health(
             self.served,
@@ -201,7 +208,7 @@ class KestrelServer:
         if config.http.http_listen:
             http = open_http(
                 *(config.http, security, services, self.in_flight, self.guard),
-                *(watchers, telemetry),
+                *(watchers, telemetry, self.batches),
             )
         ports = GrpcPorts(
             config,
@@ -224,6 +231,7 @@ class KestrelServer:
             self.guard.connections.run(),
             *(() if self.records.usage is None else (self.records.usage.run(),)),
             *(() if self._budget_file is None else (self._budget_file.run(),)),
+            *(() if self.batches is None else (self.batches.run(),)),
         )
         self._opened.beside += [asyncio.create_task(each) for each in beside]
         self._opened.started_at = clock.now()
@@ -351,6 +359,8 @@ class KestrelServer:
             await self.records.usage.write()
         if self._budget_file is not None:
             await self._budget_file.save()
+        if self.batches is not None:
+            await self.batches.close()
         if opened is not None and opened.shared_images is not None:
             await opened.shared_images.close()
         if self.telemetry is not None:

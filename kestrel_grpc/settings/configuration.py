@@ -11,6 +11,7 @@ from typing import Any
 
 from kestrel_engine import RuntimeConfig
 
+from .batches import BatchesConfig
 from .cluster import ClusterConfig
 from .debug import DebugConfig
 from .flags import Parser, add_settings
@@ -56,7 +57,7 @@ def add_server_flags(
 ) -> None:
     """Adds the flags of ServerConfig and of the configurations in it, except the security flags."""
     configs = (ServerConfig, WorkersConfig, TelemetryConfig, DebugConfig, HttpConfig)
-    add_settings(parser, *configs, SharedImagesConfig, environ=environ)
+    add_settings(parser, *configs, SharedImagesConfig, BatchesConfig, environ=environ)
 
 
 def configuration(args: argparse.Namespace) -> Configuration:

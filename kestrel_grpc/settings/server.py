@@ -14,6 +14,7 @@ from kestrel_client.commands.flags import DEFAULT_ADDRESS
 from kestrel_engine import ConfigError, SettingGroup, check_settings, checked
 
 from .addresses import parse_address
+from .batches import BatchesConfig
 from .debug import DebugConfig, writable_folder
 from .flags import SettingsError, configured, matching
 from .http import HttpConfig
@@ -149,9 +150,13 @@ class ServerConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     shared_images: SharedImagesConfig = field(default_factory=SharedImagesConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
 
     def __post_init__(self) -> None:
         check_settings(self)
+        batches = self.batches.path
+        if batches is not None and not (self.http.http_listen and self.workers.count == 1):
+            raise ConfigError("batches", batches, "needs --http-listen, and one server process")
         if self.shared_images.url is not None and self.image_store_bytes == 0:
             raise ConfigError(
                 "image_store_bytes",
@@ -191,4 +196,5 @@ def server_config(args: argparse.Namespace, security: SecurityConfig | None = No
         debug=configured(DebugConfig, args),
         http=configured(HttpConfig, args),
         shared_images=configured(SharedImagesConfig, args),
+        batches=configured(BatchesConfig, args),
     )

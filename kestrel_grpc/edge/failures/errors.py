@@ -67,6 +67,10 @@ class ImageNotFound(engine.RequestError):
     """No stored image of this owner has the id."""
 
 
+class StoredNotFound(engine.RequestError):
+    """This caller has no file or batch with the id."""
+
+
 class ImagesFull(engine.EngineOverloaded):
     """The image is larger than the owner's share, and the other owners use their shares."""
 

@@ -44,6 +44,7 @@ from .errors import (
     SkillNotFound,
     SlowReader,
     SlowSender,
+    StoredNotFound,
     UnsupportedBody,
     UploadsFull,
 )
@@ -88,6 +89,7 @@ TABLE: dict[type[Exception], _Row] = {
     engine.SkillUnavailable: _Row(_Code.FAILED_PRECONDITION, "SKILL_UNAVAILABLE"),
     SkillNotFound: _Row(_Code.NOT_FOUND, "SKILL_NOT_FOUND"),
     ImageNotFound: _Row(_Code.NOT_FOUND, "IMAGE_NOT_FOUND"),
+    StoredNotFound: _Row(_Code.NOT_FOUND, "STORED_NOT_FOUND"),
     ImagesNotKept: _Row(_Code.FAILED_PRECONDITION, "IMAGES_NOT_KEPT"),
     engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),

@@ -190,8 +190,8 @@ def _form(fields: Fields) -> Fields:
     return Fields({"type": kind, **schema}, ("response_format",))
 
 
-def _echo(fields: Fields) -> dict[str, Any]:
-    """What the request says of its response. Raises InvalidRequest."""
+def metadata_of(fields: Fields) -> dict[str, str]:
+    """Raises InvalidRequest."""
     metadata = fields.inner("metadata").values
     if len(metadata) > _MOST_METADATA:
         raise InvalidRequest("metadata", f"has {len(metadata)} keys; the limit is {_MOST_METADATA}")
@@ -201,11 +201,16 @@ def _echo(fields: Fields) -> dict[str, Any]:
                 ("metadata", key[:_LONGEST_KEY]),
                 f"must be a text of at most {_LONGEST_VALUE} characters, its key of {_LONGEST_KEY}",
             )
+    return metadata
+
+
+def _echo(fields: Fields) -> dict[str, Any]:
+    """What the request says of its response. Raises InvalidRequest."""
     effort = fields.inner("reasoning").values.get("effort")
     return {
         "instructions": fields.values.get("instructions"),
         "max_output_tokens": fields.values.get("max_output_tokens"),
-        "metadata": metadata,
+        "metadata": metadata_of(fields),
         "reasoning": {"effort": effort, "summary": None},
         "temperature": fields.values.get("temperature"),
         "text": {"format": fields.inner("text").inner("format").values or {"type": "text"}},

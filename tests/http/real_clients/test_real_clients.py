@@ -26,9 +26,10 @@ NODE, NPM = shutil.which("node"), shutil.which("npm")
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """kestrel-tiny behind HTTP, served by a process that knows one key."""
-    with served_model(KESTREL_API_KEY=KEY) as addresses:
+    batches = str(tmp_path_factory.mktemp("batches") / "batches.db")
+    with served_model(KESTREL_API_KEY=KEY, KESTREL_BATCHES=batches) as addresses:
         yield f"http://{addresses.http}/v1"
 
 
@@ -99,7 +100,7 @@ def test_openai(endpoint: str, tmp_path: Path):
     assert out["models"] == ["kestrel-tiny"] == [out["model"]]
     assert out["bad_request"] == ["n", 400] and out["wrong_key"] == "credentials_invalid"
     assert (
-        example(tmp_path, endpoint, "completions.create(model=", [tmp_path / "env/bin/python"])
+        example(tmp_path, endpoint, "chat.completions.create(model=", [tmp_path / "env/bin/python"])
         == "2"
     )
     assert example(tmp_path, endpoint, "import BaseModel", [tmp_path / "env/bin/python"]) == "2"
@@ -117,6 +118,12 @@ def test_responses(endpoint: str, tmp_path: Path):
     assert out["wrong_key"] == "credentials_invalid"
     python = tmp_path / "env/bin/python"
     assert example(tmp_path, endpoint, "client.responses", [python]) == "2"
+    batch = printed([python, Path(__file__).with_name("batch_program.py"), endpoint, KEY, IMAGE])
+    assert (batch["created"], batch["status"]) == ("in_progress", "completed")
+    count, boxes = batch["texts"]
+    assert batch["counts"] == [2, 0] and count == "0" and len(json.loads(boxes)) == 2
+    assert batch["batches"] == [True] and batch["files"] == 2
+    assert batch["deleted"] and batch["gone"] == "stored_not_found"
 
 
 def test_anthropic(endpoint: str, tmp_path: Path):

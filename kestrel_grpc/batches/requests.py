@@ -1,0 +1,68 @@
+"""Reads the requests of a batch from the lines of a file, and says what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+MOST_REQUESTS = 50_000
+_MOST_ERRORS, _LONGEST_ID = 20, 512
+_MOST_VALUES = 20_000
+"""Limit on the commas and opening brackets in a line, as of a body by HTTP."""
+
+
+def read_requests(
+    content: bytes, endpoint: str
+) -> tuple[list[tuple[str, bytes]], list[dict[str, Any]]]:
+    """The ids and bodies of the requests in a file, and what is wrong with its lines."""
+    requests: list[tuple[str, bytes]] = []
+    errors: list[dict[str, Any]] = []
+    names: set[str] = set()
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            if len(requests) == MOST_REQUESTS:
+                raise ValueError(f"the file has more than {MOST_REQUESTS} requests")
+            name, body = _request(line, endpoint)
+            if name in names:
+                raise ValueError(f"custom_id: {name!r} stands twice")
+            names.add(name)
+            requests.append((name, body))
+        except ValueError as error:
+            errors.append(
+                {"code": "invalid_request", "line": number, "message": str(error), "param": None}
+            )
+            if len(errors) == _MOST_ERRORS:
+                break
+    if not requests and not errors:
+        errors.append(
+            {
+                "code": "empty_file",
+                "line": None,
+                "message": "the file has no requests",
+                "param": None,
+            }
+        )
+    return requests, errors
+
+
+def _request(line: bytes, endpoint: str) -> tuple[str, bytes]:
+    """The id and the body of one line. Raises ValueError."""
+    try:
+        if sum(map(line.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+            raise ValueError(f"the line has more than {_MOST_VALUES} values")
+        values = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the line is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError("the line must be a JSON object")
+    name = values.get("custom_id")
+    if not isinstance(name, str) or not 1 <= len(name) <= _LONGEST_ID:
+        raise ValueError(f"custom_id: must be a text of 1 to {_LONGEST_ID} characters")
+    if values.get("method") != "POST" or values.get("url") != endpoint:
+        raise ValueError(f"method and url: must be POST and {endpoint}, as the batch's endpoint")
+    if not isinstance(values.get("body"), dict):
+        raise ValueError("body: must be an object")
+    return name, orjson.dumps(values["body"])

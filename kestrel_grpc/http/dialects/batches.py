@@ -1,0 +1,291 @@
+"""OpenAI's files and batches: /v1/files and /v1/batches, and how a request of a batch is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from email.message import Message
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.wrappers_pb2 import BytesValue
+
+from kestrel_client._pb.kestrel.v1 import common_pb2
+from kestrel_engine import EngineClosed, EngineOverloaded, InvalidRequest
+
+from ...batches.running import Answer, BatchRunner
+from ...batches.store import NewBatch, Waiting
+from ...edge.calls.call import Call, Context
+from ...edge.calls.current import current
+from ...edge.failures.errors import ModelNotReady, UnsupportedBody
+from ...security.admission.admission import MessageTooLarge
+from ...security.admission.message_room import Hold
+from ...security.identity.principal import Principal
+from ..body import BODY_COPIES
+from ..context import HttpContext, Scope
+from ..edge import INLINE_BYTES, Endpoint, HttpEdge, ServiceCall
+from ..fields import Fields, json_fields
+from ..forms import JSON, JsonForm
+from ..known_fields import KnownFields
+from .responses import metadata_of
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""What a batch may ask."""
+_METHODS = "/kestrel.v1.BatchService/"
+_FORM = b"multipart/form-data"
+_MOST_PARTS, _LONGEST_NAME, _LONGEST_LIST = 8, 256, 100
+BATCH = KnownFields(
+    "/v1/batches",
+    frozenset({"input_file_id", "endpoint", "completion_window", "metadata"}),
+    ignored=frozenset({"output_expires_after"}),
+    is_strict=True,
+)
+_LINES = JsonForm(
+    stream_type=b"application/jsonl",
+    error=lambda body: body,
+    error_event=lambda body: b"",
+)
+_Work = Callable[[Principal, Scope], Awaitable[Any]]
+
+
+def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
+    """By verb and path."""
+    store = runner.store
+
+    def endpoint(name: str, work: _Work, types: tuple[bytes, ...] | None = None) -> Endpoint:
+        """``types``: those of a body that says nothing; None without a body."""
+
+        def read(scope: Scope, body: bytes | bytearray) -> ServiceCall:
+            async def behaviour(message: Any, context: Context) -> Any:
+                return await work(current.get().principal, scope)
+
+            return ServiceCall(Empty(), behaviour, lambda values: values)
+
+        return Endpoint(
+            f"{_METHODS}{name}", read, is_raw=True, takes_body=types is not None, types=types or ()
+        )
+
+    def upload(scope: Scope, body: bytes | bytearray) -> ServiceCall:
+        name, content = _uploaded(scope, body)
+
+        async def behaviour(message: BytesValue, context: Context) -> Any:
+            return _file(await store.add_file(current.get().principal, name, message.value))
+
+        return ServiceCall(BytesValue(value=content), behaviour, lambda values: values)
+
+    def create(fields: Fields) -> ServiceCall:
+        asked = _new_batch(fields)
+
+        async def behaviour(message: Any, context: Context) -> Any:
+            made = await store.add_batch(current.get().principal, asked)
+            runner.wake()
+            return _batch(made)
+
+        return ServiceCall(Empty(), behaviour, lambda values: values)
+
+    def content(scope: Scope, body: bytes | bytearray) -> ServiceCall:
+        async def behaviour(message: Any, context: Context) -> None:
+            async for piece in store.content(current.get().principal, _id(scope)):
+                await context.write(piece)
+
+        return ServiceCall(Empty(), behaviour, dict, lambda piece: (piece,))
+
+    async def files(owner: Principal, scope: Scope) -> Any:
+        return _list([_file(each) for each in await store.files(owner)])
+
+    async def file(owner: Principal, scope: Scope) -> Any:
+        return _file(await store.file(owner, _id(scope)))
+
+    async def delete(owner: Principal, scope: Scope) -> Any:
+        await store.delete_file(owner, _id(scope))
+        return {"id": _id(scope), "object": "file", "deleted": True}
+
+    async def batches(owner: Principal, scope: Scope) -> Any:
+        after, limit = _page(scope)
+        found = await store.batches(owner, after, limit + 1)
+        return _list([_batch(each) for each in found[:limit]], has_more=len(found) > limit)
+
+    async def batch(owner: Principal, scope: Scope) -> Any:
+        return _batch(await store.batch(owner, _id(scope)))
+
+    async def cancel(owner: Principal, scope: Scope) -> Any:
+        cancelled = await store.cancel(owner, _id(scope))
+        runner.cancel(_id(scope))
+        return _batch(cancelled)
+
+    return {
+        ("POST", "/v1/files"): Endpoint(
+            f"{_METHODS}AddFile", upload, is_raw=True, types=(_FORM,), copies=2
+        ),
+        ("GET", "/v1/files"): endpoint("ListFiles", files),
+        ("GET", "/v1/files/{id}"): endpoint("GetFile", file),
+        ("DELETE", "/v1/files/{id}"): endpoint("DeleteFile", delete),
+        ("GET", "/v1/files/{id}/content"): Endpoint(
+            f"{_METHODS}GetContent", content, is_raw=True, takes_body=False, form=_LINES
+        ),
+        ("POST", "/v1/batches"): Endpoint(f"{_METHODS}CreateBatch", create),
+        ("GET", "/v1/batches"): endpoint("ListBatches", batches),
+        ("GET", "/v1/batches/{id}"): endpoint("GetBatch", batch),
+        ("POST", "/v1/batches/{id}/cancel"): endpoint("CancelBatch", cancel, (JSON, b"")),
+    }
+
+
+def _id(scope: Scope) -> str:
+    return str(scope["path_params"]["id"])
+
+
+def _list(found: list[dict[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
+    return {"object": "list", "data": found, "has_more": has_more, **ends}
+
+
+def _page(scope: Scope) -> tuple[str, int]:
+    """``after`` and ``limit`` of a query. Raises InvalidRequest."""
+    try:
+        query = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=16)
+    except ValueError:
+        raise InvalidRequest("", "the query has more than 16 fields") from None
+    limit = query.get("limit", ["20"])[0]
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _LONGEST_LIST):
+        raise InvalidRequest("limit", f"must be from 1 to {_LONGEST_LIST}, got {limit[:50]!r}")
+    return query.get("after", [""])[0], int(limit)
+
+
+def _file(stored: Mapping[str, Any]) -> dict[str, Any]:
+    return {**stored, "object": "file", "status": "processed"}
+
+
+def _batch(stored: Mapping[str, Any]) -> dict[str, Any]:
+    status, errors = stored["status"], stored["errors"]
+    kept = ("id", "endpoint", "input_file_id", "completion_window", "status", "output_file_id")
+    names = ("completed_at", "failed_at", "expired_at", "cancelled_at")
+    return {
+        **{name: stored[name] for name in (*kept, "error_file_id", "created_at", "expires_at")},
+        **dict.fromkeys(names),
+        "object": "batch",
+        "in_progress_at": None if status == "failed" else stored["created_at"],
+        f"{status}_at": stored["ended_at"] or stored["created_at"],
+        "errors": errors and {"object": "list", "data": orjson.loads(errors)},
+        "request_counts": {
+            "total": stored["total"],
+            "completed": stored["completed"],
+            "failed": stored["failed"],
+        },
+        "metadata": orjson.loads(stored["metadata"]),
+    }
+
+
+def _new_batch(fields: Fields) -> NewBatch:
+    """Raises InvalidRequest."""
+    BATCH.check(fields)
+    endpoint, window = fields.text("endpoint"), fields.text("completion_window", "24h")
+    if endpoint not in ENDPOINTS:
+        raise InvalidRequest("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
+    if window != "24h":
+        raise InvalidRequest("completion_window", f"must be 24h, got {window[:50]!r}")
+    return NewBatch(endpoint, fields.text("input_file_id"), window, metadata_of(fields))
+
+
+def _uploaded(scope: Scope, body: bytes | bytearray) -> tuple[str, bytes]:
+    """The name and the content of the file in a form (RFC 7578). Raises InvalidRequest, UnsupportedBody."""
+    headers = dict(scope["headers"])
+    if b"origin" in headers:  # A page may send a form to any server without asking.
+        raise UnsupportedBody("web pages may not upload files", ())
+    boundary = _parameters(headers[b"content-type"], "content-type").get("boundary", "")
+    if not 1 <= len(boundary) <= 70:
+        raise InvalidRequest("", "the header content-type must have a boundary")
+    between = b"\r\n--" + boundary.encode("latin-1")
+    found: dict[str, tuple[str, bytes]] = {}
+    for part in (b"\r\n" + body).split(between, _MOST_PARTS + 2)[1:]:
+        if part.startswith(b"--"):
+            break
+        head, _, content = part.partition(b"\r\n\r\n")
+        if len(found) == _MOST_PARTS or len(head) > 4096:
+            raise InvalidRequest("", f"the form has more than {_MOST_PARTS} parts, or a long head")
+        for line in head.split(b"\r\n"):
+            key, _, value = line.partition(b":")
+            if key.strip().lower() == b"content-disposition":
+                named = _parameters(value, "content-disposition")
+                found[named.get("name", "")] = (named.get("filename", ""), bytes(content))
+    if found.get("purpose", ("", b""))[1] != b"batch":
+        raise InvalidRequest("purpose", "must be batch")
+    name, content = found.get("file", ("", b""))
+    if not content:
+        raise InvalidRequest("file", "is required, and must not be empty")
+    shown = name[:_LONGEST_NAME].encode(errors="replace").decode()
+    return shown or "file.jsonl", content
+
+
+def _parameters(value: bytes, name: str) -> dict[str, str]:
+    """The parameters of a header, such as the boundary of a form."""
+    message = Message()
+    message[name] = value.decode("latin-1").replace("\r", " ").replace("\n", " ")
+    pairs = message.get_params(header=name) or []
+    return {key: str(text) for key, text in pairs}
+
+
+class BatchRequests:
+    """Answers requests of batches. ``known``: the endpoints of the port."""
+
+    def __init__(self, edge: HttpEdge, known: Mapping[tuple[str, str], Endpoint]) -> None:
+        self._life, self._endpoints = edge.life, {path: known["POST", path] for path in ENDPOINTS}
+
+    async def answer(self, request: Waiting) -> Answer:
+        endpoint = self._endpoints[request.endpoint]
+        context: Any = HttpContext({"client": None, "headers": ()})
+        call = self._life.begin(endpoint.method, context, caps_max_tokens=True)
+        owner = request.owner
+
+        @contextlib.contextmanager
+        def enter(call: Call) -> Iterator[Hold]:
+            call.principal = owner
+            with contextlib.closing(self._life.guard.hold(owner, call.peer)) as hold:
+                yield hold
+
+        exchange = _Exchange(endpoint, request.body)
+        request_id = call.request_id
+        await self._life.run(call, exchange, enter)
+        return Answer(exchange.status, request_id, exchange.body)
+
+
+class _Exchange:
+    """One request of a batch: the transport of its call."""
+
+    def __init__(self, endpoint: Endpoint, given: bytes) -> None:
+        self._endpoint, self._given = endpoint, given
+        self._service_call: ServiceCall | None = None
+        self.status: int | None = None
+        self.body = b""
+
+    async def read(self, call: Call, hold: Hold) -> Any:
+        given, read = self._given, self._endpoint.read
+        await hold.reserve(BODY_COPIES * len(given))
+        hold.arrived(len(given))
+        if len(given) > INLINE_BYTES:
+            service_call = await asyncio.to_thread(lambda: read(json_fields(given)))
+        else:
+            service_call = read(json_fields(given))
+        self._service_call = service_call
+        if service_call.events is not None:
+            raise InvalidRequest("stream", "must be false in a batch")
+        message = service_call.message
+        for each in message if isinstance(message, list) else [message]:
+            each.options.priority = common_pb2.PRIORITY_LOW
+        return message
+
+    async def answer(self, call: Call, request: Any) -> None:
+        assert self._service_call is not None, "read() comes first"
+        response = await self._service_call.behaviour(request, call.context)
+        self.status, self.body = 200, orjson.dumps(self._service_call.answer(response))
+
+    async def refuse(self, call: Call, error: Exception) -> None:
+        is_busy = isinstance(error, (EngineOverloaded, EngineClosed, ModelNotReady))
+        if is_busy and not isinstance(error, MessageTooLarge):
+            return  # The request waits on.
+        service_call = self._service_call
+        rename = (lambda path: path) if service_call is None else service_call.rename
+        response = self._endpoint.form.error_response(error, call, rename)
+        self.status, self.body = response.status, response.whole.data

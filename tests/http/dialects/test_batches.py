@@ -1,0 +1,204 @@
+"""OpenAI's files and batches over the fake runtime: the answers, the callers' shares, restarts and the end of days."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrel_engine import ConfigError, EngineOverloaded
+from kestrel_grpc.batches import store as batch_store
+from kestrel_grpc.batches.requests import read_requests
+from kestrel_grpc.batches.store import BatchStore, NewBatch
+from kestrel_grpc.edge.failures.errors import StoredNotFound
+from kestrel_grpc.security.identity.principal import Principal
+from kestrel_grpc.settings.batches import BatchesConfig
+from tests.service.conftest import NO_END, EndlessRuntime, HeldRuntime
+from tests.waiting import until
+
+CHAT = "/v1/chat/completions"
+
+
+def lines_of(*bodies: dict[str, Any], url: str = CHAT) -> bytes:
+    rows = [
+        {"custom_id": f"row-{number}", "method": "POST", "url": url, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    return b"\n".join(json.dumps(row).encode() for row in rows)
+
+
+def question(text: str, **others: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 5, **others}
+
+
+def kept_in(folder: Path, **limits: Any) -> dict[str, Any]:
+    return {"batches": BatchesConfig(path=str(folder / "batches.db"), **limits)}
+
+
+async def upload(client: Any, content: bytes) -> str:
+    files = {"file": ("in.jsonl", content)}
+    response = await client.post("/v1/files", files=files, data={"purpose": "batch"})
+    assert response.status_code == 200, response.text
+    assert response.json()["bytes"] == len(content)
+    return str(response.json()["id"])
+
+
+async def created(client: Any, content: bytes, endpoint: str = CHAT) -> dict[str, Any]:
+    asked = {"input_file_id": await upload(client, content), "endpoint": endpoint}
+    asked["completion_window"] = "24h"
+    response = await client.post("/v1/batches", json=asked)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def ended(client: Any, batch_id: str) -> dict[str, Any]:
+    while True:
+        batch = (await client.get(f"/v1/batches/{batch_id}")).json()
+        if batch["status"] != "in_progress":
+            return dict(batch)
+        await asyncio.sleep(0)
+
+
+async def lines(client: Any, file_id: str) -> list[dict[str, Any]]:
+    response = await client.get(f"/v1/files/{file_id}/content")
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+async def test_a_batch_answers_as_its_path_does(http, tmp_path):
+    _, client = await http(server_config=kept_in(tmp_path))
+    bodies = [question(f"What {number}?") for number in range(12)]
+    wrong = [question("Why?", stream=True), question("Why?", tools=[{}])]
+    batch = await created(client, lines_of(*bodies, *wrong))
+    assert batch["status"] == "in_progress" and batch["request_counts"]["total"] == 14
+    batch = await ended(client, batch["id"])
+    assert batch["status"] == "completed" and batch["completed_at"] >= batch["created_at"]
+    assert batch["request_counts"] == {"total": 14, "completed": 12, "failed": 2}
+    found = await lines(client, batch["output_file_id"])
+    assert [each["custom_id"] for each in found] == [f"row-{number}" for number in range(12)]
+    for each, body in zip(found, bodies, strict=True):
+        direct = (await client.post(CHAT, json=body)).json()
+        answer = each["response"]
+        assert answer["status_code"] == 200 and each["error"] is None
+        assert answer["body"]["choices"] == direct["choices"]
+        assert answer["body"]["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
+    failed = await lines(client, batch["error_file_id"])
+    params = [each["response"]["body"]["error"]["param"] for each in failed]
+    assert params == ["stream", "tools"]
+    assert {each["response"]["status_code"] for each in failed} == {400}
+    listed = (await client.get("/v1/batches?limit=1")).json()
+    assert [each["id"] for each in listed["data"]] == [batch["id"]] and not listed["has_more"]
+    assert len((await client.get("/v1/files")).json()["data"]) == 3
+    deleted = await client.delete(f"/v1/files/{batch['output_file_id']}")
+    assert deleted.json()["deleted"]
+    gone = await client.get(f"/v1/files/{batch['output_file_id']}/content")
+    assert gone.status_code == 404 and gone.json()["error"]["code"] == "stored_not_found"
+
+
+async def test_what_is_refused(http, tmp_path):
+    _, client = await http(server_config=kept_in(tmp_path))
+    file_id = await upload(client, lines_of(question("Why?")))
+    valid = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    for asked, part in (
+        ({**valid, "endpoint": "/v1/query"}, "endpoint: must be one of"),
+        ({**valid, "completion_window": "1h"}, "completion_window: must be 24h"),
+        ({**valid, "metadata": {"a": 1}}, "metadata.a: must be a text"),
+        ({**valid, "model": "x"}, "model: is unknown"),
+        ({**valid, "input_file_id": "file-1"}, "you have no file"),
+    ):
+        response = await client.post("/v1/batches", json=asked)
+        assert response.status_code in (400, 404), asked
+        assert part in response.json()["error"]["message"]
+    form = {"files": {"file": ("a", b"{}")}, "data": {"purpose": "batch"}}
+    of_page = await client.post("/v1/files", **form, headers={"origin": "https://evil.example"})
+    assert of_page.status_code == 415
+    for wrong, part in (
+        ({**form, "data": {"purpose": "user_data"}}, "purpose: must be batch"),
+        ({**form, "files": {"other": ("a", b"{}")}}, "file: is required"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "a boundary"),
+    ):
+        response = await client.post("/v1/files", **wrong)
+        assert response.status_code == 400 and part in response.json()["error"]["message"]
+    failed = await created(client, b'{"custom_id": 1}\n[]\n' + lines_of(question("a"), url="/x"))
+    assert failed["status"] == "failed" and failed["failed_at"] >= failed["created_at"]
+    assert [each["line"] for each in failed["errors"]["data"]] == [1, 2, 3]
+    assert (await client.get("/v1/batches?limit=0")).status_code == 400
+
+
+def test_requests_have_names_of_their_own():
+    twice = lines_of(question("a")) + b"\n\n" + lines_of(question("b"))
+    _, [error] = read_requests(twice, CHAT)
+    assert error["line"] == 3 and "stands twice" in error["message"]
+    [many] = read_requests(b'{"a": [' + b"0," * 20_001 + b"0]}", CHAT)[1]
+    assert "more than 20000 values" in many["message"]
+    assert read_requests(b"\n", CHAT)[1][0]["code"] == "empty_file"
+
+
+async def test_a_cancelled_batch_keeps_its_answers(http, tmp_path):
+    runtime = HeldRuntime()
+    served, client = await http(runtime=runtime, server_config=kept_in(tmp_path, at_once=2))
+    batch = await created(client, lines_of(*[question(f"{number}?") for number in range(5)]))
+    assert await asyncio.to_thread(runtime.began.wait, 60)
+    cancelled = (await client.post(f"/v1/batches/{batch['id']}/cancel")).json()
+    runtime.gate.set()
+    assert cancelled["status"] == "cancelled" and cancelled["output_file_id"] is None
+    found = await lines(client, cancelled["error_file_id"])
+    assert [each["error"]["code"] for each in found] == ["batch_cancelled"] * 5
+    again = (await client.post(f"/v1/batches/{batch['id']}/cancel")).json()
+    assert again == cancelled
+    await until(lambda: served.engine.num_requests == 0)
+
+
+async def test_a_batch_goes_on_after_a_restart(http, tmp_path):
+    config = kept_in(tmp_path)
+    served, client = await http(runtime=EndlessRuntime(), server_config=config)
+    batch = await created(client, lines_of(*[question("Why?", max_tokens=NO_END)] * 3))
+    await until(lambda: served.engine.num_requests == 3)
+    await served.server.stop(0)
+    _, client = await http(server_config=config)
+    batch = await ended(client, batch["id"])
+    assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+
+
+async def test_callers_have_shares_and_see_their_own(tmp_path, monkeypatch):
+
+    one, other = Principal("one", frozenset(), 2.0, 500), Principal("other", frozenset())
+    config = BatchesConfig(path=str(tmp_path / "a.db"), max_bytes=1 << 20)
+    store = BatchStore(config)
+    with pytest.raises(ConfigError, match="locked"):
+        BatchStore(config)
+    file = await store.add_file(one, "a", lines_of(*[question("a")] * 1, question("b")))
+    for lost in (store.file(other, file["id"]), store.delete_file(other, file["id"])):
+        with pytest.raises(StoredNotFound):
+            await lost
+    with pytest.raises(EngineOverloaded, match="bytes of files and batches"):
+        await store.add_file(one, "b", b"x" * (1 << 18))
+    asked = NewBatch(CHAT, file["id"], "24h", {})
+    others = await store.add_file(other, "a", lines_of(question("c")))
+    await store.add_batch(one, asked)
+    await store.add_batch(other, NewBatch(CHAT, others["id"], "24h", {}))
+    claimed = await store.claim(2)
+    assert {each.owner.name for each in claimed} == {"one", "other"}, "callers in turn"
+    assert {(each.owner.weight, each.owner.minute_tokens) for each in claimed} == {
+        (2.0, 500),
+        (1.0, None),
+    }
+    assert [each.number for each in await store.claim(5)] == [1], "each once"
+    monkeypatch.setattr(batch_store, "MOST_OPEN", 1)
+    with pytest.raises(EngineOverloaded, match="open batches"):
+        await store.add_batch(one, asked)
+    # A day later, the batches have expired; after the days of the setting, all is gone.
+    now = batch_store.clock.wall()
+    monkeypatch.setattr(batch_store.clock, "wall", lambda: now + batch_store.WINDOW_S)
+    await store.expire()
+    [batch] = await store.batches(one, "", 5)
+    assert batch["status"] == "expired" and batch["failed"] == 2
+    assert await store.claim(5) == []
+    monkeypatch.setattr(batch_store.clock, "wall", lambda: now + 32 * 86_400)
+    await store.expire()
+    assert await store.batches(one, "", 5) == await store.files(one) == []
+    await store.close()
