@@ -26,10 +26,10 @@ from ..types.requests import PreparedImage, PreparedTiles
 from ..types.step import TokenRule
 from ..types.stream import EngineStream
 from ..types.submission import Submission
-from .checked import RequestCheck
 from .open_requests import OpenRequest, OpenRequests
 from .queue_places import QueuePlace
 from .request import Request
+from .request_check import RequestCheck
 from .whole_image import prompt_in_region
 
 

@@ -28,7 +28,6 @@ from ..types.constraint import Constraint
 from ..types.observer import Observer
 from ..types.requests import PreparedImage, PreparedTiles
 from ..types.stream import EngineStream
-from .checked import RequestCheck, has_long_text, num_looks
 from .constraints import ConstraintCompiler
 from .image_preparation import ImagePreparation, new_pool
 from .open_requests import OpenRequests
@@ -41,6 +40,7 @@ from .request import (
     check_weight,
     checked_priority,
 )
+from .request_check import RequestCheck, has_long_text, num_looks
 from .seeds import Seeds
 from .sequence_start import SequenceStart
 from .unsubmitted import Unsubmitted

@@ -17,8 +17,8 @@ from ..served_model import State
 from ..settings.addresses import AddressError, close_address
 from ..settings.server import ServerConfig
 from .ready_line import print_ready
-from .running import leave_now, load_unless_stopped, stop, until_failed
 from .server import KestrelServer
+from .start_and_stop import leave_now, load_unless_stopped, stop, until_failed
 from .startup_progress import LoadingProgress, Progress, shown_by
 from .systemd import Notifier
 

@@ -31,7 +31,7 @@ from .answers.kinds import (
     Response,
     embed_kind,
 )
-from .answers.running import Run, Sender
+from .answers.run import Run, Sender
 from .answers.several import total_result
 
 

@@ -17,9 +17,9 @@ from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegi
 
 from ..logs.records import set_up_logging
 from ..process.interpreter import set_up_interpreter
-from ..process.running import leave_now, load_unless_stopped, stop, until_failed
 from ..process.server import KestrelServer
 from ..process.skill_plugins import skill_registry
+from ..process.start_and_stop import leave_now, load_unless_stopped, stop, until_failed
 from ..process.startup_progress import LoadingProgress, shown_by
 from ..security.identity.tls_files import TlsError
 from ..security.identity.tokens import TokenFileError

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import socket
 
-from ...security.connections.accepted import AcceptedConnection
+from ...security.connections.accepted_connection import AcceptedConnection
 from ..context import peer_of
 
 

@@ -17,7 +17,7 @@ from ...service_names import (
 )
 from ...settings.budgets import token_budget
 from ...settings.security import SecurityConfig
-from ..connections.accepted import AcceptedSockets
+from ..connections.accepted_connection import AcceptedSockets
 from ..connections.connection_guard import ConnectionGuard
 from ..identity.callers import Callers, Metadata
 from ..identity.principal import (

@@ -11,7 +11,7 @@ that the edge has handled, and ends
 - a connection whose headers are far beyond the limit, which only clients send that do not acknowledge settings;
 - idle connections, if few connections are left: first those without any call, then those with the oldest last call.
 
-Runs on one event loop. accepted.py reads the state of connections from the system.
+Runs on one event loop. accepted_connection.py reads the state of connections from the system.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kestrel_engine import clock
 from ...settings.security import ConnectionLimits
 from ..admission.admission import MessageTooLarge
 from ..identity.principal import address_of
-from .accepted import AcceptedConnection
+from .accepted_connection import AcceptedConnection
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ...edge.failures.endings import forget_frames
 from ...images.request_images import images_of
 from ..messages.responses import timings_of_several, usage_message
 from .kinds import KINDS, CallTask
-from .running import Run
+from .run import Run
 from .several import all_of, total_result
 
 MAX_TASKS = 32

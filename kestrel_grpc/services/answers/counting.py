@@ -18,7 +18,7 @@ from ...edge.messages.fields import located
 from ...images.request_images import images_of
 from .analysis import read_tasks
 from .kinds import CallTask
-from .running import Run
+from .run import Run
 
 
 class _Prompts(NamedTuple):

@@ -28,7 +28,7 @@ from ..messages.responses import rounded_ms
 from .analysis import read_tasks, run_tasks
 from .kinds import CallTask
 from .repeats import LastFrames
-from .running import Run
+from .run import Run
 
 MOST_STREAMS = 32
 """Limit on the open streams of one principal."""

@@ -19,7 +19,7 @@ from .several import MAX_SEQUENCES, PartResult, all_of, few_at_once, total_resul
 
 if TYPE_CHECKING:
     from .kinds import CallTask
-    from .running import Run
+    from .run import Run
 
 Part: TypeAlias = pb.Gaze | NameResult
 """A gaze, or the faces that the model found."""

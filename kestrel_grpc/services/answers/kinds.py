@@ -35,7 +35,7 @@ from .gazes import gaze_part, gaze_response, has_more_requests, num_looks, of_ga
 from .masks import add_mask
 
 if TYPE_CHECKING:
-    from .running import Run
+    from .run import Run
     from .several import PartResult
 
 Part = TypeVar("Part")

@@ -28,7 +28,7 @@ from ..messages.tasks import label_of
 
 if TYPE_CHECKING:
     from .kinds import CallTask, Kind, Response
-    from .running import Run
+    from .run import Run
 
 T = TypeVar("T")
 Part = TypeVar("Part")

@@ -23,7 +23,7 @@ from kestrel_client._pb.kestrel.v1 import model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.process.running import EXIT_ENGINE_FAILED
+from kestrel_grpc.process.start_and_stop import EXIT_ENGINE_FAILED
 from tests.abuse.fake_server import NO_END
 from tests.abuse.process import ROOT, ServerProcess
 from tests.ports import free_port

@@ -17,7 +17,7 @@ from kestrel_engine import (
     SkillUnavailable,
 )
 from kestrel_engine.preprocess.tokenizer import LONG_TEXT
-from kestrel_engine.requests.checked import RequestCheck
+from kestrel_engine.requests.request_check import RequestCheck
 from tests.engine.fakes import GREEDY, IMAGE, Listener, fake_build
 from tests.fake_runtime import FakeRuntime
 

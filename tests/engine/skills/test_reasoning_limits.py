@@ -3,7 +3,7 @@
 import pytest
 
 from kestrel_engine import ContextLengthError, InvalidRequest
-from kestrel_engine.requests.checked import token_limit
+from kestrel_engine.requests.request_check import token_limit
 from kestrel_engine.skills import CaptionSkill, QuerySkill
 from kestrel_engine.types.requests import Coord
 from kestrel_engine.types.step import StepToken, TokenRule

@@ -33,7 +33,7 @@ from kestrel_client import (
     TaskEvent,
     TextDelta,
 )
-from kestrel_client.calls.prepared import PreparedCall
+from kestrel_client.calls.prepared_call import PreparedCall
 from kestrel_client.calls.requests import stored_images
 from tests.service.conftest import LIMITS
 from tests.threaded import Threaded

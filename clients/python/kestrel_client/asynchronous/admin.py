@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from .._pb.kestrel.v1 import admin_service_pb2 as pb
 from .._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceStub
-from ..calls.prepared import Method, PreparedCall, prepare_call
+from ..calls.prepared_call import Method, PreparedCall, prepare_call
 from ..calls.requests.building import build, milliseconds, whole
 from ..calls.streams import AsyncStream, Reading
 from ..connection import DEFAULT_TARGET, ChannelOptions, Connection, Metadata, Tls

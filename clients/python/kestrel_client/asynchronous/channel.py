@@ -12,8 +12,8 @@ from google.protobuf.message import Message
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..calls.frames import AsyncFrames, AsyncFrameSource, FrameCall
 from ..calls.hedging import Hedges
-from ..calls.opened import OpenChannel, async_servers
-from ..calls.prepared import Method, PreparedCall, Stub, prepare_call
+from ..calls.open_channel import OpenChannel, async_servers
+from ..calls.prepared_call import Method, PreparedCall, Stub, prepare_call
 from ..calls.restoring import Repeats
 from ..calls.streams import AsyncStream, OpenedStream
 from ..connection import Connection

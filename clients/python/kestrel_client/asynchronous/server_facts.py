@@ -13,7 +13,7 @@ from .._pb.kestrel.client.internal.wire_pb2 import HealthCheckRequest, HealthChe
 from .._pb.kestrel.v1 import model_service_pb2 as model_pb
 from .._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from ..calls.health import HEALTH_CHECK
-from ..calls.prepared import Method
+from ..calls.prepared_call import Method
 from ..connection import Connection
 from ..errors import DeadlineExceededError
 from ..values.description import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .._pb.kestrel.client.internal.wire_pb2 import HealthCheckRequest, HealthCheckResponse
-from .prepared import Method
+from .prepared_call import Method
 
 
 class HealthStub:

@@ -15,7 +15,7 @@ import grpc
 
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..connection import IMAGE_HEADER
-from .prepared import PreparedCall
+from .prepared_call import PreparedCall
 
 R = TypeVar("R")
 

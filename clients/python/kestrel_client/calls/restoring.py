@@ -12,7 +12,7 @@ from ..errors import STATUS_DROPPED, ConnectionLostError, InvalidImageError, Not
 from ..images.image_forms import ImageHandle, ImageInput
 from ..images.known import KnownImages
 from ..images.request_images import request_images
-from .prepared import PreparedCall
+from .prepared_call import PreparedCall
 
 IMAGE_NOT_FOUND = "IMAGE_NOT_FOUND"
 _MOST_ATTEMPTS = 3

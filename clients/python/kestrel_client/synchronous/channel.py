@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ..calls.frames import FrameCall, Frames, FrameSource
 from ..calls.hedging import Hedges
-from ..calls.opened import OpenChannel, servers
-from ..calls.prepared import Method, PreparedCall, Stub, prepare_call
+from ..calls.open_channel import OpenChannel, servers
+from ..calls.prepared_call import Method, PreparedCall, Stub, prepare_call
 from ..calls.restoring import Repeats
 from ..calls.streams import OpenedStream, Stream
 from ..connection import Connection

@@ -9,7 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kestrel_grpc.security.admission.admission import MessageTooLarge
-from kestrel_grpc.security.connections.accepted import AcceptedConnection, AcceptedSockets
+from kestrel_grpc.security.connections.accepted_connection import (
+    AcceptedConnection,
+    AcceptedSockets,
+)
 from kestrel_grpc.security.connections.connection_guard import (
     FREE_BYTES,
     IDLE_S,

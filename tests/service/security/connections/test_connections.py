@@ -14,7 +14,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.process import grpc_ports
-from kestrel_grpc.services.answers import running
+from kestrel_grpc.services.answers import run
 from kestrel_grpc.services.vision import VisionService
 from kestrel_grpc.settings.security import CallLimits, ConnectionLimits, SecurityConfig
 from tests.engine.fakes import never_ends
@@ -149,7 +149,7 @@ def large_events(monkeypatch):
     def event(update, label):
         return {"text_delta": pb.TextDelta(text="x" * 100_000, output_tokens=update.token_index)}
 
-    monkeypatch.setattr(running, "event_fields", event)
+    monkeypatch.setattr(run, "event_fields", event)
 
 
 async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):

@@ -38,7 +38,7 @@ from ...values.tasks import (
 )
 from ..frames import FrameCall
 from ..health import HealthStub
-from ..prepared import Method, PreparedCall, prepare_call
+from ..prepared_call import Method, PreparedCall, prepare_call
 from ..restoring import Restoring
 from ..streams import Reading
 from .building import build, choice

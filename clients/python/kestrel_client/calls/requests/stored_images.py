@@ -15,7 +15,7 @@ from ...errors import InvalidImageError
 from ...geometry import read_size
 from ...images.image_forms import NO_LIMIT, ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages
-from ..prepared import Method, PreparedCall, prepare_call
+from ..prepared_call import Method, PreparedCall, prepare_call
 from .options import checked_session
 
 UPLOAD_THRESHOLD_BYTES = 4 * 1024 * 1024

@@ -27,7 +27,7 @@ from ...values.tasks import (
     names_of,
     to_turns,
 )
-from ..prepared import Method
+from ..prepared_call import Method
 from .building import build, choice
 from .options import CallOptions, QueryOptions, TextOptions, generation
 

@@ -17,7 +17,7 @@ import grpc.aio
 from ..connection import Connection
 from ..directory import Directory
 from ..errors import InvalidRequestError
-from .prepared import Stub
+from .prepared_call import Stub
 
 
 class OpenChannel:
