@@ -39,3 +39,13 @@ def python_named(variable: str, package: str) -> Path:
             f"{package} is large: {variable} may name a Python that has it and kestrel-client"
         )
     return Path(named)
+
+
+def printed(*command: object, cwd: Path | None = None, **variables: str) -> str:
+    """What the program prints. Fails unless it ends with status 0."""
+    words, environment = [*map(str, command)], {**os.environ, **variables}
+    done = subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.code_blocks import ROOT
-from tests.environments import python_with
+from tests.environments import printed, python_with
 
 OLD_GRPC = "grpcio==1.81.1 grpcio-status==1.81.1 grpcio-health-checking==1.81.1"
 OLDEST = f"{OLD_GRPC} protobuf==6.33.5 googleapis-common-protos==1.70"
@@ -22,15 +20,6 @@ PROTOBUF_6 = "grpcio grpcio-status==1.81.1 grpcio-health-checking==1.81.1 protob
 def test_calls_work_with_other_versions(tmp_path: Path, packages: str) -> None:
     python = python_with(tmp_path, packages)
     command = [python, "-m", "pytest", "-q", "-n", "0", "tests/client/calls/test_skills.py"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "clients/python")},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    printed(*command, cwd=ROOT, PYTHONPATH=str(ROOT / "clients/python"))
     version = "import google.protobuf; print(google.protobuf.__version__)"
-    used = subprocess.run([python, "-c", version], capture_output=True, text=True, check=True)
-    assert used.stdout.startswith("6.")
+    assert printed(python, "-c", version).startswith("6.")

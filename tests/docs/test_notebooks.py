@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.code_blocks import ROOT
-from tests.environments import python_with
+from tests.environments import printed, python_with
 from tests.tools.conftest import server
 
 __all__ = ["server"]
@@ -59,19 +57,11 @@ def test_a_notebook_shows_small_images_and_no_error(path: Path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_gives_what_it_shows(path: Path, server: str, tmp_path: Path):
     python = python_with(tmp_path, "nbclient>=0.10 ipykernel>=6")
-    done = subprocess.run(
-        [python, ROOT / "tests/docs/run_notebook.py", path, tmp_path / "ran.ipynb"],
-        env={
-            **os.environ,
-            "KESTREL_SERVER": server,
-            "PYTHONPATH": str(ROOT / "clients/python"),
-            "JUPYTER_PLATFORM_DIRS": "1",
-            "IPYTHONDIR": str(tmp_path / "ipython"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    printed(
+        *(python, ROOT / "tests/docs/run_notebook.py", path, tmp_path / "ran.ipynb"),
+        KESTREL_SERVER=server,
+        PYTHONPATH=str(ROOT / "clients/python"),
+        JUPYTER_PLATFORM_DIRS="1",
+        IPYTHONDIR=str(tmp_path / "ipython"),
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     assert texts(tmp_path / "ran.ipynb") == texts(path)

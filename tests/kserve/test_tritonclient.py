@@ -14,7 +14,7 @@ import pytest
 
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from tests.code_blocks import ROOT, code_blocks
-from tests.environments import python_with
+from tests.environments import printed, python_with
 from tests.service.cli.serve_process import Addresses, served_model
 
 pytestmark = pytest.mark.slow
@@ -40,18 +40,9 @@ def python(tmp_path_factory) -> Path:
     return python_with(tmp_path_factory.mktemp("triton"), "tritonclient[grpc,http]>=2.60,<3")
 
 
-def run(*command: object, cwd: Path = ROOT) -> str:
-    """What the program prints."""
-    done = subprocess.run(
-        [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def out(address: str, python: Path) -> Any:
-    return json.loads(run(python, "tests/kserve/triton_program.py", address, KEY, IMAGE))
+    return json.loads(printed(python, ROOT / "tests/kserve/triton_program.py", address, KEY, IMAGE))
 
 
 def test_server_and_model(out):
@@ -105,7 +96,9 @@ def test_our_messages_are_the_clients(out):
 
 
 def test_http(addresses: Addresses, python: Path):
-    out = json.loads(run(python, "tests/kserve/triton_http_program.py", addresses.http, KEY, IMAGE))
+    out = json.loads(
+        printed(python, "tests/kserve/triton_http_program.py", addresses.http, KEY, IMAGE)
+    )
     assert out["live"] and out["ready"] and out["server"] == "kestrel"
     assert out["model"] == [{"name": "TEXT_OUTPUT", "datatype": "BYTES", "shape": [1]}]
     assert out["decoupled"] == {"decoupled": True} and out["index"] == "READY"
@@ -124,7 +117,7 @@ def test_the_page_runs_as_written(python: Path, tmp_path: Path):
     shutil.copy(IMAGE, tmp_path / "picture.jpg")
     with served_model() as addresses:
         program = block.text.replace("127.0.0.1:50051", addresses.grpc)
-        assert run(python, "-c", program, cwd=tmp_path) == "9\n"
+        assert printed(python, "-c", program, cwd=tmp_path) == "9\n"
 
 
 def test_the_client_of_this_repository(address: str, python: Path):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from kestrel_client import KestrelClient
 from tests.code_blocks import ROOT
-from tests.environments import python_with
+from tests.environments import printed, python_with
 
 pytestmark = pytest.mark.slow
 IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
@@ -19,16 +17,9 @@ IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 
 def test_cvat_gets_boxes_points_polygons_and_masks(server: str, tmp_path: Path):
     python = python_with(tmp_path, "cvat-cli==2.80.0")
-    done = subprocess.run(
-        [python, ROOT / "tests/tools/with_cvat.py", server, IMAGE],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "clients/python")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    path = str(ROOT / "clients/python")
+    told = printed(python, ROOT / "tests/tools/with_cvat.py", server, IMAGE, PYTHONPATH=path)
+    said = json.loads(told.splitlines()[-1])
     with KestrelClient(server, timeout=60) as client:
         boxes = client.detect(IMAGE, "green crescent")
         points = client.point(IMAGE, "green crescent")

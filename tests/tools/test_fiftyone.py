@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from kestrel_client import KestrelClient
 from tests.code_blocks import ROOT
-from tests.environments import python_named
+from tests.environments import printed, python_named
 
 IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 SOURCE = ROOT / "clients/tools/fiftyone_kestrel"
@@ -34,16 +32,8 @@ def test_the_models_label_samples(server: str, tmp_path: Path):
         "FIFTYONE_MODEL_ZOO_DIR": str(tmp_path / "zoo"),
         "FIFTYONE_DO_NOT_TRACK": "true",
     }
-    done = subprocess.run(
-        [python, program, server, IMAGE, tmp_path],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    told = printed(python, program, server, IMAGE, tmp_path, **variables)
+    said = json.loads(told.splitlines()[-1])
     with KestrelClient(server, timeout=60) as client:
         boxes = client.detect(IMAGE, "green crescent")
         points = client.point(IMAGE, "green crescent")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 import yaml
 
 from tests.code_blocks import ROOT
-from tests.environments import python_named
+from tests.environments import printed, python_named
 from tests.service.cli.serve_process import served_model
 
 IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
@@ -144,16 +143,8 @@ def test_what_llm_vision_sends_is_answered(address: str):
 @pytest.mark.slow
 def test_the_package_runs_in_home_assistant(address: str, tmp_path: Path):
     python = python_named("KESTREL_TEST_HOMEASSISTANT", "homeassistant")
-    done = subprocess.run(
-        [python, ROOT / "tests/tools/with_homeassistant.py", address, IMAGE, tmp_path],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    told = printed(python, ROOT / "tests/tools/with_homeassistant.py", address, IMAGE, tmp_path)
+    said = json.loads(told.splitlines()[-1])
     assert re.fullmatch(r"2 cars, gate open: \S.*", said["told"])
     assert said["missing"]["returncode"] == 1
     assert "no such $(file)" in json.loads(said["missing"]["stdout"])["error"]

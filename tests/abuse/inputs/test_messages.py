@@ -19,7 +19,6 @@ from PIL import Image
 from kestrel_client._pb.inference import grpc_service_pb2
 from kestrel_client._pb.kestrel.v1 import (
     admin_service_pb2,
-    common_pb2,
     image_service_pb2,
     model_service_pb2,
 )
@@ -28,6 +27,7 @@ from kestrel_grpc.edge.failures.status_message import DOMAIN
 from tests.abuse.inputs.edge_messages import mangled, near, nested
 from tests.abuse.served import METADATA, ServedInThread
 from tests.kserve.conftest import infer
+from tests.service.edge.test_validation_rules import VALID
 
 EXAMPLES = int(os.environ.get("KESTREL_FUZZ_EXAMPLES", "20"))
 FEW_AND_MANY = pytest.mark.parametrize(
@@ -61,79 +61,15 @@ def jpeg() -> bytes:
     return buffer.getvalue()
 
 
-RAW = common_pb2.Image(
-    raw=common_pb2.RawImage(
-        data=bytes(60 * 40 * 3), width=60, height=40, format="PIXEL_FORMAT_RGB8"
-    )
-)
-JPEG = common_pb2.Image(encoded=jpeg())
-SETTINGS: Any = {
-    "max_tokens": 8,
-    "sampling": {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1},
-}
-REF = common_pb2.SpatialRef(point=common_pb2.Point(x=0.5, y=0.5))
-BOX = common_pb2.SpatialRef(box=common_pb2.Box(x_min=0.1, y_min=0.1, x_max=0.9, y_max=0.9))
-ASKED = pb.QueryTask(question="what?", spatial_refs=[REF, BOX], **SETTINGS)
-QUERY = pb.QueryRequest(images=[RAW, JPEG], query=ASKED)
-CAPTION = pb.CaptionRequest(image=JPEG, caption=SETTINGS)
-CAPTION.caption.text.stop.extend(["one", "two"])
-CAPTION.caption.text.logprobs = True
-SAMPLES = pb.CaptionRequest(caption={"num_samples": 2})
-SAMPLES.MergeFrom(CAPTION)
-POINT = pb.PointRequest(
-    image=JPEG, point=pb.PointTask(objects=["a", "b"], max_objects=3, **SETTINGS)
-)
-DETECT = pb.DetectRequest(image=JPEG, detect={"objects": ["a"], "max_objects": 3})
-OUTLINED = pb.SegmentTask(objects=["a"], mask_format=pb.MASK_FORMAT_PNG, **SETTINGS)
-SEGMENT = pb.SegmentRequest(image=RAW, segment=OUTLINED)
-GAZE = pb.GazeRequest(
-    image=RAW,
-    gaze=pb.GazeTask(faces=[BOX.box], accurate=True, **SETTINGS),
-)
-ANALYZE = pb.AnalyzeRequest(
-    image=RAW,
-    tasks=[
-        pb.Task(key="q", query=pb.QueryTask(question="?", **SETTINGS)),
-        pb.Task(key="d", detect=pb.DetectTask(objects=["a"], max_objects=2)),
-    ],
-)
-SKILL = pb.RunSkillRequest(image=RAW, skill=pb.SkillTask(name="query", **SETTINGS))
-SKILL.skill.arguments.update({"question": "what?"})
-EMBED = pb.EmbedRequest(
-    image=RAW,
-    embed=pb.EmbedTask(
-        parts=pb.EMBEDDING_PARTS_IMAGE_AND_CROPS,
-        pooling=pb.EMBEDDING_POOLING_NONE,
-        dtype=pb.EMBEDDING_DTYPE_FLOAT16,
-    ),
-)
-
 VISION: dict[str, Message] = {
-    "Query": QUERY,
-    "Caption": SAMPLES,
-    "Point": POINT,
-    "Detect": DETECT,
-    "Segment": SEGMENT,
-    "Gaze": GAZE,
-    "Analyze": ANALYZE,
-    "RunSkill": SKILL,
-    "Embed": EMBED,
-    "CountTokens": pb.CountTokensRequest(images=[RAW], tasks=ANALYZE.tasks),
-    "StreamQuery": QUERY,
-    "StreamCaption": CAPTION,
-    "StreamPoint": POINT,
-    "StreamDetect": DETECT,
-    "StreamSegment": SEGMENT,
-    "StreamGaze": GAZE,
-    "StreamAnalyze": ANALYZE,
-    "StreamRunSkill": SKILL,
-    "StreamEmbed": EMBED,
-    "StreamFrames": pb.StreamFramesRequest(
-        frame=pb.Frame(frame_id=1, image=JPEG, capture_time={"seconds": 1})
-    ),
+    method.partition("/")[2]: messages[method == "VisionService/StreamFrames"]
+    for method, messages in VALID.items()
+    if method.startswith("VisionService/")
 }
+"""Of a stream of frames, the frame."""
+
 IMAGES: dict[str, Message] = {
-    "PutImage": image_service_pb2.PutImageRequest(image=JPEG),
+    "PutImage": image_service_pb2.PutImageRequest(image={"encoded": jpeg()}),
     "UploadImage": image_service_pb2.UploadImageRequest(chunk=jpeg()),
     "DeleteImage": image_service_pb2.DeleteImageRequest(image_id="x"),
 }
@@ -268,9 +204,7 @@ FIRST: dict[str, Message] = {
     "UploadImage": image_service_pb2.UploadImageRequest(
         info=image_service_pb2.UploadInfo(size_bytes=len(jpeg()))
     ),
-    "StreamFrames": pb.StreamFramesRequest(
-        config=pb.FramesConfig(tasks=ANALYZE.tasks, latency_budget_ms=1000, max_in_flight=3)
-    ),
+    "StreamFrames": VALID["VisionService/StreamFrames"][0],
 }
 """The first message of a stream of messages, which says what is to come."""
 

@@ -17,14 +17,13 @@ ROOT = Path(__file__).parents[3]
 COUNT = int(os.environ.get("KESTREL_FUZZ_IMAGES", "400"))
 
 
+def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.abuse.inputs.mutated_images", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s)
+
+
 def fuzz(*arguments: str, timeout_s: float) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.abuse.inputs.mutated_images", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=timeout_s,
-    )
+    done = run(*arguments, timeout_s=timeout_s)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
@@ -52,18 +51,4 @@ def test_mutated_images_crash_nothing_and_hang_nowhere(count: int):
 
 def test_memory_is_bounded_in_earnest():
     """The bound holds: with next to no memory the process can't even begin."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.abuse.inputs.mutated_images",
-            "--count",
-            "1",
-            "--memory-mib",
-            "64",
-        ],
-        capture_output=True,
-        cwd=ROOT,
-        timeout=60,
-    )
-    assert done.returncode != 0
+    assert run("--count", "1", "--memory-mib", "64").returncode != 0

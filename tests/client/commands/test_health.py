@@ -35,6 +35,12 @@ def servers(tmp_path_factory, authority, server_pair):
         yield addresses
 
 
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """The certificate of an authority that signed nothing here."""
+    return make_authority(tmp_path_factory.mktemp("stranger")).ca.cert
+
+
 def ask(address, *flags, **variables):
     return here("health", "--server", address, "--wait", 0.3, *flags, **variables)
 
@@ -53,10 +59,9 @@ def ask(address, *flags, **variables):
         ("mutual", ("--ca", "{ca}"), "set --client-cert and --client-key"),
     ],
 )
-def test_a_mismatch_of_tls_is_named(servers, authority, tmp_path, name, flags, words):
-    strange = make_authority(tmp_path).ca.cert
+def test_a_mismatch_of_tls_is_named(servers, authority, stranger, tmp_path, name, flags, words):
     (tmp_path / "text").write_text("not a certificate")
-    files = {"ca": authority.ca.cert, "stranger": strange, "key": tmp_path / "text"}
+    files = {"ca": authority.ca.cert, "stranger": stranger, "key": tmp_path / "text"}
     done = ask(servers[name], *[flag.format(**files) for flag in flags])
     assert (done.returncode, done.stdout) == (1, "")
     assert words.format(**files) in done.stderr.splitlines()[-1]

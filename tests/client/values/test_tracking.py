@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.environments import python_with
+from tests.environments import printed, python_with
 
 CLIENT = Path(__file__).parents[3] / "clients/python"
 MADE = """
@@ -73,7 +72,4 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [TRACKED, DETECTIONS], ids=["tracked", "detections"])
 def test_with_the_real_packages(python: Path, program: str) -> None:
-    done = subprocess.run(
-        [python, "-c", MADE + program], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    printed(python, "-c", MADE + program)

@@ -52,30 +52,21 @@ def orca_message():
     )
     message = file.message_type.add(name="OrcaLoadReport")
     kinds = descriptor_pb2.FieldDescriptorProto
-    for number, name in (
-        (1, "cpu_utilization"),
-        (2, "mem_utilization"),
-        (6, "rps_fractional"),
-        (7, "eps"),
-        (9, "application_utilization"),
-    ):
-        message.field.add(
-            name=name, number=number, type=kinds.TYPE_DOUBLE, label=kinds.LABEL_OPTIONAL
-        )
-    for number, name, entry in (
-        (5, "utilization", "UtilizationEntry"),
-        (8, "named_metrics", "NamedMetricsEntry"),
-    ):
-        pair = message.nested_type.add(name=entry)
+    double = {"type": kinds.TYPE_DOUBLE, "label": kinds.LABEL_OPTIONAL}
+    shares = {1: "cpu_utilization", 2: "mem_utilization", 9: "application_utilization"}
+    for number, name in {**shares, 6: "rps_fractional", 7: "eps"}.items():
+        message.field.add(name=name, number=number, **double)
+    for number, name in ((5, "utilization"), (8, "named_metrics")):
+        pair = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
         pair.options.map_entry = True
         pair.field.add(name="key", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
-        pair.field.add(name="value", number=2, type=kinds.TYPE_DOUBLE, label=kinds.LABEL_OPTIONAL)
+        pair.field.add(name="value", number=2, **double)
+        kind = {"type": kinds.TYPE_MESSAGE, "label": kinds.LABEL_REPEATED}
         message.field.add(
             name=name,
             number=number,
-            type=kinds.TYPE_MESSAGE,
-            label=kinds.LABEL_REPEATED,
-            type_name=f".xds.data.orca.v3.OrcaLoadReport.{entry}",
+            type_name=f".xds.data.orca.v3.OrcaLoadReport.{pair.name}",
+            **kind,
         )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
