@@ -50,7 +50,7 @@ def held_out(each: int, domains: Sequence[str], seed: int = 977) -> list[tuple[s
     for name in domains:
         for number in range(each):
             rng = random.Random(f"held/{seed}/{name}/{number}")
-            picture = draw_picture(rng, name, draw_size(rng, 0.5), held=True)
+            picture = draw_picture(rng, name, draw_size(rng, 0.175), held=True)
             rng.shuffle(picture.asks)
             found.append((name, replace(picture, asks=_bars_first(picture.asks))))
     return found
@@ -275,16 +275,23 @@ def gallery(judged: Sequence[Judged], count: int = 20) -> Image.Image:
 
 def main() -> None:
     p = argparse.ArgumentParser()
-    p.add_argument("checkpoint", type=Path, help="folder of checkpoint pieces")
+    p.add_argument(
+        "model",
+        type=Path,
+        help="checkpoint pieces, or a model that the engine loads",
+    )
     p.add_argument("out", type=Path, help="folder for figures.json, answers.txt and gallery.png")
     p.add_argument("--each", type=int, default=24, help="pictures of a domain")
     p.add_argument("--domains", nargs="+", default=list(DOMAINS))
     p.add_argument("--device", default="cpu")
     given = p.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory() as folder:
-        export(checkpoints.load_quantised(given.checkpoint)["model"], Path(folder))
-        config = engine_config(Path(folder), given.device)
+    with TemporaryDirectory() as made:
+        folder: Path = given.model
+        if not (folder / "config.json").exists():
+            folder = Path(made)
+            export(checkpoints.load_quantised(given.model)["model"], folder)
+        config = engine_config(folder, given.device)
         judged = asyncio.run(judge(config, held_out(given.each, given.domains), brief=True))
     figures = figures_of(judged)
     print(table(figures), flush=True)

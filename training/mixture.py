@@ -1,4 +1,4 @@
-"""Which domains a step's pictures come from, how large they are, and how that changes while training goes on."""
+"""Which domains a step's pictures come from, and how large they are."""
 
 from __future__ import annotations
 
@@ -15,32 +15,27 @@ from training.domains.shapes.draw import draw as shapes
 from training.domains.text.draw import draw as text
 from training.kestrel_small import num_crops
 
-# Share of the pictures at the start and at the end of the plan.
-DOMAINS: dict[str, tuple[Domain, float, float]] = {
-    "shapes": (shapes, 0.15, 0.22),
-    "text": (text, 0.33, 0.22),
-    "charts": (charts, 0.22, 0.29),
-    "icons": (icons, 0.15, 0.06),
-    "screens": (screens, 0.12, 0.11),
-    "webcharts": (webcharts, 0.03, 0.10),
-}
+# Share of the pictures.
+DOMAINS: dict[str, tuple[Domain, float]] = {
+    "shapes": (shapes, 0.22), "text": (text, 0.22), "charts": (charts, 0.29), "icons": (icons, 0.06),
+    "screens": (screens, 0.11), "webcharts": (webcharts, 0.10),
+}  # fmt: skip
 TURNED, MOST_TURN = 0.1, 6.0  # share of the pictures that are turned; degrees
-VIEWS = {"webcharts": 2}  # of a picture in a step, each spoilt and asked in its own way
-TILED = (0.05, 0.3)  # share of the steps whose pictures need more than one crop
+TILED = 0.25  # share of the steps whose pictures need more than one crop
 # Share of a step's images, by crops, so that steps take alike.
 IMAGES = {1: 1.0, 3: 0.45, 4: 0.35, 5: 0.3}
 
 
-def draw_size(rng: random.Random, progress: float) -> tuple[int, int]:
-    """Width and height of a step's pictures: the longer side 240 to 1600, small ones first."""
-    tiled = rng.random() < TILED[0] + (TILED[1] - TILED[0]) * progress
+def draw_size(rng: random.Random, tiled: float = TILED) -> tuple[int, int]:
+    """Width and height of a step's pictures, 240 to 1600 on the longer side. tiled: share of several crops."""
+    tiles = rng.random() < tiled
     while True:
-        low, high = (800, 1600) if tiled else (240, 640 + 360 * min(1.0, 0.3 + progress))
+        low, high = (800, 1600) if tiles else (240, 928)
         long = math.exp(rng.uniform(math.log(low), math.log(high)))
         aspect = rng.uniform(1, 1.6) if rng.random() < 0.8 else rng.uniform(1, 2.5)
         size = round(long), max(200, round(long / aspect))
         size = size if rng.random() < 0.6 else size[::-1]
-        if (num_crops(*size) > 1) == tiled:
+        if (num_crops(*size) > 1) == tiles:
             return size
 
 
@@ -49,9 +44,8 @@ def images_of(size: tuple[int, int], images: int) -> int:
     return max(1, round(images * IMAGES[num_crops(*size)]))
 
 
-def draw_domain(rng: random.Random, progress: float) -> str:
-    weights = [a + (b - a) * progress for _, a, b in DOMAINS.values()]
-    return rng.choices(list(DOMAINS), weights)[0]
+def draw_domain(rng: random.Random) -> str:
+    return rng.choices(list(DOMAINS), [share for _, share in DOMAINS.values()])[0]
 
 
 def draw_picture(

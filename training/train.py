@@ -33,7 +33,6 @@ from training.mixture import DOMAINS
 AVERAGE = 0.998  # of the weights, a step
 MUON_RATE, ADAM_RATE = 2e-3, 1e-3
 DECAY = 0.05  # of the weights
-STEPS_A_SECOND = 8.0  # to guess the progress of a batch
 SAVE_EVERY = 3.0  # minutes
 LOG_EVERY = 15.0  # seconds
 
@@ -146,9 +145,8 @@ class Trainer:
 
 
 def batches(args: argparse.Namespace, rank: int, world: int) -> Iterator[Batch]:
-    ends = (args.from_minute / args.plan, (args.from_minute + args.minutes) / args.plan)
     seed = args.seed * 1000 + round(args.from_minute)
-    data = Steps(seed, args.batch, rank, ends, int(args.minutes * 60 * STEPS_A_SECOND))
+    data = Steps(seed, args.batch, rank)
     workers = args.workers or max(1, (os.cpu_count() or 2) // world - 2)
     pinned = args.device == "cuda"
     return iter(DataLoader(data, None, num_workers=workers, pin_memory=pinned, prefetch_factor=2))

@@ -22,7 +22,6 @@ from training.mixture import (
     DOMAINS,
     MOST_TURN,
     TURNED,
-    VIEWS,
     draw_domain,
     draw_picture,
     draw_size,
@@ -147,32 +146,23 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
 class Steps(Dataset[Batch]):
     """Item i is the batch of training step i for one rank, a pure function of (seed, i, rank)."""
 
-    def __init__(
-        self, seed: int, images: int, rank: int, progress: tuple[float, float], guess: int
-    ) -> None:
+    def __init__(self, seed: int, images: int, rank: int) -> None:
         self.seed, self.images, self.rank = seed, images, rank
-        self.progress, self.guess = progress, guess
 
     def __len__(self) -> int:
         return 1_000_000
 
     def __getitem__(self, step: int) -> Batch:
         torch.set_num_threads(1)
-        begin, end = self.progress
-        progress = begin + (end - begin) * min(1.0, step / self.guess)
-        size = draw_size(random.Random(f"{self.seed}/{step}"), progress)  # all ranks take alike
+        size = draw_size(random.Random(f"{self.seed}/{step}"))  # all ranks take alike
         rng = random.Random(f"{self.seed}/{step}/{self.rank}")
         pictures: list[Picture] = []
         while len(pictures) < images_of(size, self.images):
             try:
-                domain = draw_domain(rng, progress)
-                drawn = draw_picture(rng, domain, size)
-                for _ in range(
-                    min(VIEWS.get(domain, 1), images_of(size, self.images) - len(pictures))
-                ):
-                    turns = rng.random() < TURNED
-                    view = turn(drawn, rng.uniform(-MOST_TURN, MOST_TURN)) if turns else drawn
-                    pictures.append(replace(view, pixels=compress(rng, view.pixels)))
+                drawn = draw_picture(rng, draw_domain(rng), size)
+                if rng.random() < TURNED:
+                    drawn = turn(drawn, rng.uniform(-MOST_TURN, MOST_TURN))
+                pictures.append(replace(drawn, pixels=compress(rng, drawn.pixels)))
             except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
                 print(f"step {step}: a picture of {size} failed: {error!r}", flush=True)
         return pack(rng, pictures)

@@ -18,11 +18,9 @@ from training.learning.batches import (
     Batch,
 )
 from training.learning.model import Learner, prompt_mask
-from training.scenes.vocabulary import SHAPES
 
 COORD_WEIGHT, SIZE_WEIGHT = 0.3, 0.2
 JITTER = 0.004  # on coordinates fed back during training
-ICONS_END = LABELS["text"] - 1
 EMPTY = 0.01  # weight of a place without a character, or of a cell without an object
 SIGMA_START, SIGMA_END, SIGMA_UNTIL = 16.0, 2.0, 0.08  # bins, and progress of the plan
 HELP_START, HELP_END = 0.7, 0.2
@@ -48,8 +46,6 @@ class PageHelper(nn.Module):
         weight = torch.where(batch.labels > 0, 1.0, empty[:, None]).flatten()
         labels = batch.labels.flatten()
         found = F.cross_entropy(label.flatten(0, 1).float(), labels, reduction="none")
-        is_icon = (labels > len(SHAPES)) & (labels <= ICONS_END)
-        weight = torch.where(is_icon, 3.0, weight)
         objects = (found * weight).sum() / weight.sum().clamp_min(1e-3)
         known = batch.colours.flatten().clamp_min(0)
         has_colour = (batch.colours.flatten() != NO_COLOUR).float()

@@ -69,9 +69,8 @@ class Sketch:
         strip = Page(Image.new("L", (long, 2 * size)))
         strip.put(2, 1.35 * size, text, self.font, size, 255)  # type: ignore[arg-type]
         left, top = round(x - size), round(y - (1 - share) * long)
-        self.page.image.paste(
-            self.ink, (left, top), strip.image.transpose(Image.Transpose.ROTATE_90)
-        )
+        upright = strip.image.transpose(Image.Transpose.ROTATE_90)
+        self.page.image.paste(self.ink, (left, top), upright)
         self.page.characters += [(left + b, top + long - a, c) for a, b, c in strip.characters]
 
     def key(self, names: list[str]) -> None:
@@ -81,17 +80,13 @@ class Sketch:
         below = rows < x1 - x0 and self.rng.random() < 0.6
         high = below and self.rng.random() < 0.4
         if below:
-            x, y = (
-                x0 + self.rng.random() * (x1 - x0 - rows),
-                y0 + 0.5 * size if high else y1 - 0.5 * size,
-            )
+            x0 += self.rng.random() * (x1 - x0 - rows)
+            x, y = x0, y0 + 0.5 * size if high else y1 - 0.5 * size
             self.cut(0, 1.7 * size * high, 0, 1.7 * size * (not high))
         else:
             wide = max(map(self.wide, names)) + 1.8 * size
-            x, y = (
-                x1 - wide,
-                y0 + size + self.rng.random() * max(0, y1 - y0 - 1.5 * size * len(names)) / 2,
-            )
+            room = max(0, y1 - y0 - 1.5 * size * len(names))
+            x, y = x1 - wide, y0 + size + self.rng.random() * room / 2
             self.cut(0, 0, wide + 0.5 * size)
         for name, colour in zip(names, self.colours, strict=False):
             spot = x, y - 0.4 * size, x + 0.8 * size, y + 0.4 * size
@@ -112,16 +107,13 @@ class Sketch:
         step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= raw)
         first, last = math.floor(least / step), math.ceil(most / step)
         form = rng.choice(("{:g}", "{:g}", "{:,g}", "{:g}k")) if most >= 1000 else "{:g}"
-        ticks = [
-            (k * step, form.format(k * step / (1000 if "k" in form else 1)))
-            for k in range(first, last + 1)
-        ]
+        unit = 1000 if "k" in form else 1
+        ticks = [(k * step, form.format(k * step / unit)) for k in range(first, last + 1)]
         ends = ticks[0][0], ticks[-1][0] if rng.random() < 0.7 else max(most, ticks[-2][0])
         ticks = [tick for tick in ticks if tick[0] <= ends[1]]
         numbers, names = max(self.wide(text) for _, text in ticks), max(map(self.wide, labels))
-        below, aside = (
-            (t["value_axis"], t["label_axis"]) if t["lying"] else (t["label_axis"], t["value_axis"])
-        )
+        below, aside = t["label_axis"], t["value_axis"]
+        below, aside = (aside, below) if t["lying"] else (below, aside)
         x0, y0, x1, y1 = self.frame
         if below:
             self.write(below, (x0 + x1) / 2, y1 - 0.5 * size)
