@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def learning_rate(progress: float, step: int) -> float:
     """Warm-up over 200 steps, constant, linear to 2 % over the last third of the plan."""
-    return min(1.0, (step + 1) / 200, 0.02 + 0.98 * (1 - progress) / 0.33)
+    return min(1.0, (step + 1) / 200, max(0.02, 0.02 + 0.98 * (1 - progress) / 0.33))
 
 
 def gradients_of(parameters: Sequence[Tensor]) -> Tensor:
