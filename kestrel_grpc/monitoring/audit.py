@@ -1,8 +1,8 @@
 """AuditLog: one record for each administrative call, which no log level silences. Owns the records not yet written.
 
 A record is one line of JSON in ASCII, so that no text of a caller can end a line or control a terminal. It is written
-before the call's status is sent. If it cannot be written, it waits in memory and goes to the log, and further
-administrative calls are refused until it is written.
+before a successful call ends, and right after the status of a refused one. If it cannot be written, it waits in memory
+and goes to the log, and further administrative calls are refused until it is written.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ async def administered(serve, tmp_path, path):
     return served, *(Admin(served, (("authorization", f"Bearer {t}"),)) for t in tokens.values())
 
 
-def records(path):
+async def records(served, path):
+    """A refused call is recorded when its status is sent."""
+    assert await served.server.in_flight.wait_idle(60)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -63,43 +65,44 @@ async def outcome(called):
 async def test_every_administrative_call_has_one_record_which_no_log_level_silences(
     administered, path
 ):
-    _, admin, other = administered
+    served, admin, other = administered
     root, module = logging.getLogger(), logging.getLogger("kestrel_engine.steps.loop")
     levels = root.level, module.level
     try:
         root.setLevel(logging.CRITICAL + 1)
-        ends = [
-            await outcome(getattr(admin, name)(**FIELDS.get(name, {})))
+        ends = {
+            name: await outcome(getattr(admin, name)(**FIELDS.get(name, {})))
             for name in sorted(METHODS, key="Drain".__eq__)
-        ]
+        }
     finally:
         root.setLevel(levels[0])
         module.setLevel(levels[1])
     await admin.GetStatistics()
-    found = records(path)
-    assert [r["method"].rpartition("/")[2] for r in found] == sorted(METHODS, key="Drain".__eq__)
-    assert [(r["status"], r.get("reason", "")) for r in found] == ends
+    found = await records(served, path)
+    by_name = {r["method"].rpartition("/")[2]: r for r in found}
+    assert len(found) == len(METHODS)
+    assert {n: (r["status"], r.get("reason", "")) for n, r in by_name.items()} == ends
     for record in found:
         assert record["principal"] == "admin-1" and record["peer"].startswith("ipv")
         assert record["request_id"] and record["time"].endswith("Z")
         assert record["after"] or record["status"] != "OK", record
-    by_name = {r["method"].rpartition("/")[2]: r for r in found}
     level = by_name["SetLogLevel"]
     assert level["request"] == {"level": "LOG_LEVEL_ERROR", "module": "kestrel_engine.steps.loop"}
     assert level["after"] == {"level": "LOG_LEVEL_ERROR"}
     drain = by_name["Drain"]
     assert (drain["before"], drain["after"]) == ({"state": "ready"}, {"state": "draining"})
     told = await failure(other.FlushCaches())
-    last = records(path)[-1]
+    last = (await records(served, path))[-1]
     assert (last["principal"], last["status"]) == ("infer-1", told.code.name)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 
 async def test_texts_of_callers_end_no_line_and_make_no_long_record(administered, path):
-    _, admin, _ = administered
+    served, admin, _ = administered
     for text in (HOSTILE, HOSTILE * 100, "\u2028" * 100_000, "https://user:secret@host/x"):
         await failure(admin.UnloadModel(model=text))
         await failure(admin.LoadModel(source=text, settings={text[:100]: text}))
+    await records(served, path)
     lines = path.read_bytes().split(b"\n")
     assert lines.pop() == b"" and len(lines) == 8
     for line in lines:
@@ -120,6 +123,7 @@ async def test_while_records_cannot_be_written_administrators_are_refused(
     told = await failure(admin.CancelRequest(request_id="x"))
     assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "AUDIT_UNAVAILABLE")
     assert await admin.GetStatistics()
+    assert await served.server.in_flight.wait_idle(60)
     monkeypatch.setattr(audit_room, "append", real)
     await admin.CancelRequest(request_id="y")
     whole = [line for line in path.read_text().splitlines() if line.endswith("}")]
@@ -128,11 +132,12 @@ async def test_while_records_cannot_be_written_administrators_are_refused(
 
 
 async def test_a_file_that_was_moved_away_is_made_again(administered, path):
-    _, admin, _ = administered
+    served, admin, _ = administered
     await admin.FlushCaches()
     path.rename(path.with_suffix(".1"))
     await admin.FlushCaches()
-    assert len(records(path)) == len(records(path.with_suffix(".1"))) == 1
+    for file in (path, path.with_suffix(".1")):
+        assert len(await records(served, file)) == 1
     path.unlink()
     path.symlink_to(path.with_suffix(".1"))
     told = await failure(admin.FlushCaches())
@@ -177,7 +182,7 @@ async def test_strangers_cannot_fill_the_disk(moved_clock, administered, path):
     for _ in range(audit_room.ATTEMPTS + 5):
         await failure(stranger.Drain())
     await admin.FlushCaches()
-    assert len(records(path)) == audit_room.ATTEMPTS + 1
+    assert len(await records(served, path)) == audit_room.ATTEMPTS + 1
     moved_clock.advance(61)
     await failure(other.Drain())
-    assert records(path)[-1]["unrecorded"] == 5
+    assert (await records(served, path))[-1]["unrecorded"] == 5
