@@ -26,6 +26,7 @@ WHY = {
     "service/images/shared/": "a store that hangs or is not there: the server gives up by itself",
     "service/logs/test_log_writer.py": "a thread gets time to fill a pipe",
     "service/security/identity/test_tls.py": "no handshake succeeds: the client gives up by itself",
+    "service/services/answers/test_gazes.py": "gRPC's own deadline, beside a runtime that waits",
     "service/services/options/test_policy.py": "gRPC's own deadline, beside a runtime that never answers",
     "service/telemetry/test_traces.py": "a collector that never answers: the server gives up by itself",
     "service/workers/puppet.py": "a worker that is silent",

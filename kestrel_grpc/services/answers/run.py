@@ -19,6 +19,7 @@ from google.rpc import status_pb2
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import (
+    EngineMetrics,
     EngineResult,
     EngineStream,
     FieldPath,
@@ -118,6 +119,10 @@ class Run:
         self._info: common_pb2.RequestInfo | None = None
         """None until the call is accepted."""
         self._turns: SequenceTurns | None = None
+        self._is_cancelled = False
+        """A request of the call was cancelled. Those that begin later are cancelled, too."""
+        self._not_begun: dict[str, EngineResult] = {}
+        """The result of a request that was cancelled before its first token, by skill. Further ones do not begin."""
 
     async def prepare(self) -> None:
         """Prepares the images for all tasks, and accepts the call."""
@@ -253,8 +258,30 @@ class Run:
         images: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None,
     ) -> PartResult[Part]:
+        result = self._not_begun.get(request.skill) if note is None else None
+        if result is None:
+            result = await self._result(task, request, images, note)
+        kind = task.kind
+        part = kind.part(result, label_of(request))
+        if kind.complete is not None and result.image_size is not None:
+            await kind.complete(task.message, part, result.image_size)
+        if self._sender is not None:
+            for event in kind.last_events(part):
+                await self._sender.send(event, task.key)
+        return PartResult(part, result)
+
+    async def _result(
+        self,
+        task: CallTask[Part, Response],
+        request: Request,
+        images: Sequence[Any],
+        note: Callable[[EngineStream], Awaitable[None]] | None,
+    ) -> EngineResult:
         stream, label = await self._submit(task, request, images), label_of(request)
+        is_late = self._is_cancelled
         try:
+            if is_late:
+                stream.cancel()
             if note is not None:
                 await note(stream)
             if self._info is None:
@@ -267,14 +294,11 @@ class Run:
                 self._call.result = result
         finally:
             await stream.aclose()
-        kind = task.kind
-        part = kind.part(result, label)
-        if kind.complete is not None and result.image_size is not None:
-            await kind.complete(task.message, part, result.image_size)
-        if self._sender is not None:
-            for event in kind.last_events(part):
-                await self._sender.send(event, task.key)
-        return PartResult(part, result)
+        # It may have ended before the cancellation came.
+        self._is_cancelled |= stream.is_cancelled
+        if is_late and not result.token_ids and result.finish_reason == "cancelled":
+            self._not_begun[request.skill] = replace(result, metrics=EngineMetrics())
+        return result
 
     def whole(self, request: Request, images: Sequence[Any]) -> Request:
         """The request of a task with all that the call says of it."""

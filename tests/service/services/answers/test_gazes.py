@@ -11,7 +11,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine.types.requests import Coord
+from kestrel_engine.types.requests import Coord, Size
 from kestrel_grpc.services.answers.several import MAX_SEQUENCES
 from tests.fake_runtime import FakeRuntime, hashed
 from tests.service.conftest import LIMITS, HeldRuntime, Serve, raw_image
@@ -19,7 +19,7 @@ from tests.service.services.test_skills import without_timings
 from tests.service.statuses import failure
 from tests.waiting import until
 
-STOP = common_pb2.FINISH_REASON_STOP
+STOP, CANCELLED = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_CANCELLED
 EYES = [common_pb2.Point(x=x / 8, y=0.25) for x in range(4)]
 FACE = common_pb2.Box(x_min=0.25, y_min=0.25, x_max=0.5, y_max=0.75)
 SEEDED = common_pb2.Sampling(seed=7)
@@ -252,3 +252,60 @@ async def test_the_engines_skill_by_its_name(serve: Serve) -> None:
     skill.arguments["eye"] = [0.25, 2]
     told = await failure(served.vision.RunSkill(pb.RunSkillRequest(image=raw_image(), skill=skill)))
     assert told.fields == ["skill.arguments.eye"] and "2 is not" in told.message
+
+
+def looks_of(**fields: Any) -> Any:
+    """A request of many gazes, which the test names "mine"."""
+    options = common_pb2.RequestOptions(request_id="mine")
+    return pb.GazeRequest(image=raw_image(), gaze=pb.GazeTask(**fields), options=options)
+
+
+async def test_a_cancel_ends_the_looks_that_have_not_begun(serve: Serve) -> None:
+    served = await serve(HeldRuntime())
+    mine = served.vision.Gaze(looks_of(faces=[FACE] * 7, accurate=True))
+    await until(lambda: served.engine.num_requests == MAX_SEQUENCES)
+    sibling = served.vision.Gaze(request(eyes=EYES))
+    await until(lambda: served.engine.num_requests == MAX_SEQUENCES + len(EYES))
+    assert served.engine.cancel("mine") == MAX_SEQUENCES
+    served.runtime.gate.set()
+    response = await mine
+    assert [each.finish_reason for each in response.gazes] == [CANCELLED] * 7
+    assert not any(each.HasField("target") for each in response.gazes)
+    assert all(each.finish_reason == STOP for each in (await sibling).gazes)
+    assert response.usage.output_tokens <= MAX_SEQUENCES
+    await until(lambda: served.engine.num_requests == 0)
+    assert served.engine.stats.pages_held == 0
+
+
+async def test_a_cancel_of_the_search_for_faces_ends_the_gazes(serve: Serve) -> None:
+    found = asyncio.Event()
+
+    def script(fed: Any) -> int:
+        if any(isinstance(token, Size) for token in fed) and not found.is_set():
+            found.set()
+            served.runtime.gate.clear()
+        return some_leave(fed)
+
+    served = await serve(HeldRuntime(LIMITS, script))
+    served.runtime.gate.set()
+    mine = served.vision.Gaze(looks_of(max_faces=3))
+    await until(found.is_set)
+    # The search, or the gazes if it has ended meanwhile.
+    await until(lambda: served.engine.cancel("mine"))
+    served.runtime.gate.set()
+    response = await mine
+    assert response.gazes
+    assert [each.finish_reason for each in response.gazes] == [CANCELLED] * len(response.gazes)
+
+
+async def test_a_deadline_ends_every_look(serve: Serve) -> None:
+    served = await serve(HeldRuntime())
+    late = served.vision.Gaze(looks_of(faces=[FACE] * 7, accurate=True), timeout=0.5)
+    sibling = served.vision.Gaze(request(eyes=EYES))
+    assert (await failure(late)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    served.runtime.gate.set()
+    assert all(each.finish_reason == STOP for each in (await sibling).gazes)
+    await until(lambda: served.engine.num_requests == 0)
+    begun = sum(len(plan.prefill) for plan in served.runtime.plans)
+    assert begun <= MAX_SEQUENCES + len(EYES)
+    assert served.engine.stats.pages_held == 0
