@@ -101,9 +101,8 @@ async def test_forced_preemption(
     assert cached or seen.preemptions > 0
 
 
-@pytest.mark.slow_with("md2", "kestrel-tiny")
-@pytest.mark.parametrize("pages", [pytest.param(1, marks=pytest.mark.slow), 5])
-@pytest.mark.slow_with("md3")
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [1, 5])
 async def test_several_images_among_other_requests(
     model: Model, pages: int, golden_images: Path, alone: Alone
 ) -> None:

@@ -135,27 +135,15 @@ def compared(
                 yield Row("decode_logits", model.text.logits(hidden[None]), wanted[None], flipped)
 
 
-@pytest.mark.parametrize(
-    ("golden", "chosen"),
-    [
-        ("md3", ("query.0", "detect.0", "segment.0")),
-        pytest.param("md2", None, marks=pytest.mark.slow),
-        pytest.param("md3", None, marks=pytest.mark.slow),
-    ],
-    indirect=["golden"],
-)
 @pytest.mark.slow
 def test_errors_stay_within_the_manifest(
-    golden: Golden, pictures: dict[str, PreparedImage], chosen: tuple[str, ...] | None
+    golden: Golden, pictures: dict[str, PreparedImage]
 ) -> None:
-    """Of three cases that measure every error, with their images; or of all cases and images."""
-    cases = [c for c in golden.expected["cases"] if chosen is None or c["id"] in chosen]
-    used = {case.get("image") for case in cases}
-    images = {name: each for name, each in pictures.items() if name in used or chosen is None}
+    """Of all cases and images."""
     limits = golden.tolerances["bf16"]
     flip_margin = limits["teacher_forced_argmax_must_match_when_margin_at_least"]
     found: dict[str, list[Row]] = defaultdict(list)
-    for row in compared(golden, cases, images):
+    for row in compared(golden, golden.expected["cases"], pictures):
         assert bool(row.actual.isfinite().all())
         found[row.what].append(row)
     assert found.keys() == {"image_emb", "prefill_hidden", "prefill_logits", "decode_logits"} | {

@@ -78,9 +78,8 @@ def prompts(golden: Golden) -> dict[str, Prompt]:
 NAMES = ("two at the beginning", "one in each turn", "one after text", "the same twice")
 
 
-@pytest.mark.slow_with("md2")
+@pytest.mark.slow_with("md2", "two at the beginning", "the same twice")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.slow_with("two at the beginning", "the same twice")
 def test_a_prompt_equals_the_plain_model(golden: Golden, name: str) -> None:
     runtime, prompt = golden.runtime, prompts(golden)[name]
     expected = plain_hidden(runtime.model, runtime.images, prompt)[-1]
@@ -88,8 +87,7 @@ def test_a_prompt_equals_the_plain_model(golden: Golden, name: str) -> None:
     assert_same(feed(*prompt), expected)
 
 
-@pytest.mark.slow_with("md2")
-@pytest.mark.slow_with(1, 73)
+@pytest.mark.slow_with("md2", 1, 73)
 @pytest.mark.parametrize("page_size", [1, 10, 73])
 def test_pieces_and_pages_change_nothing(golden: Golden, page_size: int) -> None:
     """Each image in a row of its own, or with text before and after it in its row."""

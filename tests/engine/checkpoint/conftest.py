@@ -14,13 +14,7 @@ from kestrel_engine.types.model_config import Family, ModelConfig, parse_model_c
 
 Tensors = dict[str, torch.Tensor]
 
-_REGION = {
-    "dim": 32,
-    "coord_feat_dim": 16,
-    "coord_out_dim": 64,
-    "size_feat_dim": 24,
-    "size_out_dim": 128,
-}
+_REGION = {"dim": 32, "coord_feat_dim": 16, "coord_out_dim": 64, "size_feat_dim": 24, "size_out_dim": 128}  # fmt: skip
 _RAW: dict[str, Any] = {
     "text": {"dim": 32, "ff_dim": 48, "n_layers": 3, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 80,
              "max_context": 256},
@@ -32,15 +26,8 @@ _RAW: dict[str, Any] = {
 def raw_config(family: Family) -> dict[str, Any]:
     text = dict(_RAW["text"])
     if family == "moondream3":
-        text |= {
-            "tau_attn": True,
-            "moe": {
-                "num_experts": 4,
-                "experts_per_token": 2,
-                "start_layer": 1,
-                "expert_inner_dim": 20,
-            },
-        }
+        moe = {"num_experts": 4, "experts_per_token": 2, "start_layer": 1, "expert_inner_dim": 20}
+        text |= {"tau_attn": True, "moe": moe}
         return {"config": {**_RAW, "text": text, "region": _REGION}}
     return {"config": {**_RAW, "text": text, "region": {**_REGION, "inner_dim": 44}}}
 

@@ -193,19 +193,9 @@ def jpeg(width: int, height: int) -> bytes:
 
 
 def tiff(width: int, height: int) -> bytes:
-    entries = [
-        (256, width),
-        (257, height),
-        (258, 8),
-        (259, 1),
-        (262, 1),
-        (273, 8),
-        (277, 1),
-        (278, height),
-        (279, 1),
-    ]
-    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
-    return struct.pack("<2sHIH", b"II", 42, 8, len(entries)) + directory + bytes(4)
+    tags = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 273: 8, 277: 1, 278: height, 279: 1}
+    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + directory + bytes(4)
 
 
 @pytest.mark.parametrize("make", [png, jpeg, tiff])

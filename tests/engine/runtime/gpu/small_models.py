@@ -19,36 +19,13 @@ from kestrel_engine.types.requests import PreparedImage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RAW = {
-    "text": {
-        "dim": 64,
-        "ff_dim": 96,
-        "n_layers": 2,
-        "n_heads": 2,
-        "n_kv_heads": 2,
-        "vocab_size": 150,
-        "max_context": 256,
-        "rotary_dim": 16,
-    },
-    "vision": {
-        "enc_dim": 48,
-        "enc_n_layers": 1,
-        "enc_ff_dim": 80,
-        "enc_n_heads": 2,
-        "proj_out_dim": 64,
-        "crop_size": 56,
-        "max_crops": 6,
-        "overlap_margin": 1,
-        "proj_inner_dim": 96,
-    },
-    "region": {
-        "dim": 64,
-        "coord_feat_dim": 16,
-        "coord_out_dim": 64,
-        "size_feat_dim": 32,
-        "size_out_dim": 128,
-        "inner_dim": 96,
-    },
-}
+    "text": {"dim": 64, "ff_dim": 96, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 150,
+             "max_context": 256, "rotary_dim": 16},
+    "vision": {"enc_dim": 48, "enc_n_layers": 1, "enc_ff_dim": 80, "enc_n_heads": 2, "proj_out_dim": 64,
+               "crop_size": 56, "max_crops": 6, "overlap_margin": 1, "proj_inner_dim": 96},
+    "region": {"dim": 64, "coord_feat_dim": 16, "coord_out_dim": 64, "size_feat_dim": 32,
+               "size_out_dim": 128, "inner_dim": 96},
+}  # fmt: skip
 MOE = {"num_experts": 6, "start_layer": 1, "experts_per_token": 2, "expert_inner_dim": 32}
 
 

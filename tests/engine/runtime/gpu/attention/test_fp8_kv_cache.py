@@ -85,8 +85,7 @@ def test_chunks_and_neighbours_change_nothing(both):
     same(alone, together, logprobs=1e-4)
 
 
-@pytest.mark.slow_with("moondream3")
-@pytest.mark.slow_with("moondream2")
+@pytest.mark.slow
 def test_what_a_image_left_in_the_cache_is_as_good_as_new(both):
     config, _, tested = both
     first, again = talks(config)[0], talks(config)[0]
