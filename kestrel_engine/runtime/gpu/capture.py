@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -27,17 +27,11 @@ def captured(
 ) -> torch.cuda.CUDAGraph:
     """Returns the graph of ``body``, which enqueues a pass on the current stream and does not wait.
 
-    ``stream``: of a CUDA device. ``pool``: for the graph's memory, as torch.cuda.graph_pool_handle() returns it. The
-    rehearsal takes its memory from there too. Otherwise it would leave as much behind, for passes without a graph only.
+    ``stream``: of a CUDA device. ``pool``: for the graph's memory, as torch.cuda.graph_pool_handle() returns it.
     """
     assert stream is not None, "graphs are captured on a stream of a CUDA device"
-    with torch.cuda.stream(stream), ExitStack() as held:
-        with ExitStack() as rehearsing:
-            if pool is not None:  # compiling/stand_in_card.py has none.
-                torch._C._cuda_beginAllocateCurrentThreadToPool(stream.device.index, pool)
-                held.callback(torch._C._cuda_releasePool, stream.device.index, pool)
-                rehearsing.callback(torch._C._cuda_endAllocateToPool, stream.device.index, pool)
-            rehearsing.enter_context(rehearsal())
+    with torch.cuda.stream(stream):
+        with rehearsal():
             body()
         stream.synchronize()
         return record_graph(body, pool)

@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import torch
@@ -299,13 +298,13 @@ class GpuRuntime:
         assert self._stream is not None
         self._kept_graphs.append(first_fork(self._stream))
         self.parts.lanes.warm_up()
-        # Images and prompts are computed one after the other, and nothing that a pass leaves behind is in its pool.
-        shared = torch.cuda.graph_pool_handle()
-        phases: dict[str, Callable[[Progress | None], None]] = {"decode": self.parts.decode.capture}
+        phases = {
+            "decode": self.parts.decode.capture,
+            "prefill": self.parts.prompts.capture,
+            "sampling": self.parts.prompt_sampler.capture,
+        }
         if self.parts.vision_graphs is not None:
-            phases["vision"] = partial(self.parts.vision_graphs.capture, pool=shared)
-        phases["prefill"] = partial(self.parts.prompts.capture, pool=shared)
-        phases["sampling"] = self.parts.prompt_sampler.capture
+            phases["vision"] = self.parts.vision_graphs.capture
         for name, capture in phases.items():
             began = clock.now()
             capture(progress)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -191,9 +191,9 @@ class PrefillGraphs:
             graph.replay()
         return self._hidden[:num_rows]
 
-    def capture(self, progress: Progress | None, pool: Any) -> None:
-        """Runs and captures every pass, the largest first. Requires a CUDA device. ``pool``: for the memory of the
-        graphs, which other passes of the same stream may share."""
+    def capture(self, progress: Progress | None = None) -> None:
+        """Runs and captures every pass, the largest first. Requires a CUDA device."""
+        pool = torch.cuda.graph_pool_handle()
         shapes = [
             PassShape(n, rows, adapters, with_room)
             for n in reversed(BLOCKS[: 1 + self._max_rows])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -119,10 +118,9 @@ class Prefill:
                 none = self._upload_slabs([None], [count])
                 self._text.prefill(x, places, slots, _no_attention, *pool, adapters=none)
 
-    def capture(self, progress: Progress | None, pool: Any) -> None:
-        """``pool``: as of PrefillGraphs."""
+    def capture(self, progress: Progress | None) -> None:
         if self._graphs is not None:
-            self._graphs.capture(progress, pool)
+            self._graphs.capture(progress)
 
     def close(self) -> None:
         if self._graphs is not None:

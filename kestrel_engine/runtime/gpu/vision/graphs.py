@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,9 +74,9 @@ class VisionGraphs:
         roomy = [each._replace(with_room=True) for each in plain if each.crops in WITH_ROOM]
         return adapted + plain + roomy
 
-    def capture(self, progress: Progress | None, pool: Any) -> None:
-        """Rehearses and captures every shape, the largest first. ``pool``: for the memory of the graphs, which other
-        passes of the same stream may share."""
+    def capture(self, progress: Progress | None = None) -> None:
+        """Rehearses and captures every shape, the largest first."""
+        pool = torch.cuda.graph_pool_handle()
         shapes = self.shapes
         if self._vision.changes is not None:
             with torch.cuda.stream(self._stream):
