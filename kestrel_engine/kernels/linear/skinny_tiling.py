@@ -63,20 +63,6 @@ def tiling_of_groups(rows: int, group: int) -> Tiling:
     return Tiling(64, group, stages=4 if rows <= 32 else 3 if rows <= 64 else 2)
 
 
-@dataclass(frozen=True, slots=True)
-class RowTiling:
-    """The tiling of a weight in 4 bits for one row of x. ``pairs``: of groups, along K."""
-
-    block_n: int
-    pairs: int
-    warps: int
-
-
-def tiling_of_row(pairs: int) -> RowTiling:
-    """Returns the tiling for parts of K of ``pairs`` pairs of groups."""
-    return RowTiling(8, min(8, pairs & -pairs), 4)
-
-
 def content_parts(rows: int, weight: Tensor, tau_k: int) -> int:
     """Returns the number of partial sums over ``tau_k`` columns that `skinny_linear` writes."""
     n, k = weight.shape
