@@ -28,7 +28,7 @@ SHRUNK_INPUTS, SHRUNK_BYTES = 1024, 512
 """The inputs of a layer whose products with the A of adapters are one sum, and the bytes of a row of these sums, as in
 kernels.adapters.rows, which needs Triton."""
 
-FIXED_BYTES, CROP_BYTES = 256 << 20, 8 << 20
+FIXED_BYTES, CROP_BYTES = 384 << 20, 6 << 20
 """Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers, and
 for each crop of the largest pass."""
 
