@@ -31,6 +31,7 @@ from ..security.listening import add_port
 from ..service_names import SERVICES
 from ..services import health
 from ..services.admin import AdminService
+from ..services.channelz import add_channelz
 from ..services.load_reports import add_load_reports
 from ..services.reflection import add_reflection
 from ..settings.addresses import check_free, close_address, with_port
@@ -142,7 +143,7 @@ def add_services(
     health_pb2_grpc.add_HealthServicer_to_server(own_health, server)
     if load_reports is not None:
         add_load_reports(methods, load_reports.current)
-    add_reflection(methods, (*SERVICES, health.SERVICE_NAME))
+    add_reflection(methods, (*SERVICES, health.SERVICE_NAME, *add_channelz(methods)))
 
 
 def _channel_options(

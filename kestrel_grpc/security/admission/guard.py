@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ...service_names import (
+    CHANNELZ_METHODS,
     HEALTH_METHODS,
     INFERENCE_METHODS,
     LOAD_REPORT_METHODS,
@@ -138,11 +139,11 @@ class Guard:
         """The principal of a call of health, reflection, load reports or an unknown method. Raises NotAuthenticated,
         ScopeMissing.
 
-        Load reports need the credentials and the scope of GetLoad. For the other methods the principal is ANONYMOUS if
-        the method needs no credentials, or if connections need a certificate, which was checked when the connection
-        was made.
+        Load reports need the credentials and the scope of GetLoad, and channelz needs the scope admin. For the other
+        methods the principal is ANONYMOUS if the method needs no credentials, or if connections need a certificate,
+        which was checked when the connection was made.
         """
-        if method.startswith(LOAD_REPORT_METHODS):
+        if method.startswith((LOAD_REPORT_METHODS, CHANNELZ_METHODS)):
             principal = self.principal(metadata, context)
             principal.check(*needed_scopes(method))
             return principal

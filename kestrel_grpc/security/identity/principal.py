@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from kestrel_engine import KestrelError
 
-from ...service_names import ADMIN_METHODS, LOAD_REPORT_METHODS, MODEL_METHODS
+from ...service_names import ADMIN_METHODS, CHANNELZ_METHODS, LOAD_REPORT_METHODS, MODEL_METHODS
 
 
 class Scope(enum.StrEnum):
@@ -26,7 +26,7 @@ class Scope(enum.StrEnum):
     METRICS = "metrics"
     """AdminService's statistics, and the load."""
     ADMIN = "admin"
-    """AdminService."""
+    """AdminService, and gRPC's channelz."""
 
 
 ALL_SCOPES = frozenset(Scope)
@@ -90,12 +90,13 @@ def needed_scopes(method: str) -> tuple[Scope, ...]:
         return (Scope.METRICS, Scope.ADMIN)
     if method == _LOAD or method.startswith(LOAD_REPORT_METHODS):
         return (Scope.INFER, Scope.METRICS)
-    return (Scope.ADMIN,) if method.startswith(ADMIN_METHODS) else (Scope.INFER,)
+    is_admins = method.startswith((ADMIN_METHODS, CHANNELZ_METHODS))
+    return (Scope.ADMIN,) if is_admins else (Scope.INFER,)
 
 
 def is_administrative(method: str) -> bool:
-    """Whether only the scope admin is enough for a method."""
-    return needed_scopes(method) == (Scope.ADMIN,)
+    """Whether a method is AdminService's, and needs the scope admin."""
+    return method.startswith(ADMIN_METHODS) and needed_scopes(method) == (Scope.ADMIN,)
 
 
 def address_of(peer: str) -> str:
