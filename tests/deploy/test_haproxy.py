@@ -157,19 +157,10 @@ def from_the_start(front):
 async def test_answers_streams_and_deadlines_pass(front):
     async with front.client() as client:
         assert (await client.query(None, "what?", max_tokens=3)).usage.output_tokens <= 3
-        async with client.stream_query(None, "what?", max_tokens=5) as stream:
-            events = [event async for event in stream]
-        assert events
+        async with client.stream_query(None, "what?", max_tokens=60) as stream:
+            assert len([event async for event in stream]) >= 2, "it is not held back"
         with pytest.raises(DeadlineExceededError):
             await client.query(None, "what?", max_tokens=300, timeout=0.005)
-
-
-async def test_a_stream_is_not_held_back(front):
-    metadata = (("authorization", f"Bearer {front.token}"),)
-    async with front.channel() as channel:
-        request = pb.QueryRequest(query={"question": "what?", "max_tokens": 60})
-        stream = VisionServiceStub(channel).StreamQuery(request, metadata=metadata)
-        assert len([event async for event in stream]) >= 2
 
 
 async def test_statuses_of_the_server_pass_with_their_details(front):

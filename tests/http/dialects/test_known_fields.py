@@ -47,11 +47,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"resoning": True}, "resoning", "did you mean reasoning?"),
         ({"settings": {"temprature": 1}}, "settings.temprature", "did you mean temperature?"),
         ({"settings": {"max_token": 1}}, "settings.max_token", "did you mean max_tokens?"),
-        (
-            {"settings": {"xyz": None}},
-            "settings.xyz",
-            "is unknown; known: adapter, frequency_penalty, max_",
-        ),
+        ({"settings": {"xyz": None}}, "settings.xyz", "is unknown; known: adapter, frequency_penalty, max_"),
     ],
     "/v1/detect": [
         ({"object": "dot", "spatial_refs": [[0, 0]]}, "spatial_refs", "not a field of /v1/detect"),
@@ -112,7 +108,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tools": [{"a": 1}]}, "tools", "call no tools"),
         ({"template": "{{ .Prompt }}"}, "template", "one form of prompt"),
     ],
-}
+}  # fmt: skip
 VALID = {
     "/v1/query": QUERY,
     "/v1/detect": {},

@@ -263,11 +263,7 @@ async def test_errors_name_the_message(http):
         ),
         ({"messages": [two_images("Detect: a", url)]}, "messages", "hold 2 images"),
         ({"messages": [user("a", "https://x/y.png")]}, "messages[0].content[0].image_url", "none"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-            "messages[0].content[0].type",
-            "audio",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0].type", "audio"),
         ({"messages": [user("a")], "tools": [{}]}, "tools", "call no tools"),
         ({"messages": [user("a")], "n": 0}, "n", "must be in [1, 2147483647], got 0"),
         ({"messages": [user("a")], "n": -1}, "n", "must be in [1, 2147483647], got -1"),
@@ -278,11 +274,7 @@ async def test_errors_name_the_message(http):
         ({"messages": [user("a")], "stop": ["", "x" * 999]}, "stop[1]", "the limit is"),
         ({"messages": [user("a")], "stop": "x" * 999}, "stop", "the limit is"),
         ({"messages": [user("a")], "stop": {"x": 1}}, "stop", "must be a string or a list"),
-        (
-            {"messages": [user("a")], "temperature": 2.1},
-            "temperature",
-            "must be in [0, 2], got 2.1",
-        ),
+        ({"messages": [user("a")], "temperature": 2.1}, "temperature", "must be in [0, 2], got 2.1"),
         ({"messages": [user("Detect: a", url)], "stop": ["x"]}, "stop", "not a setting"),
         ({"messages": [user("a")], "logprobs": 3}, "logprobs", "must be true or false"),
         (
@@ -327,7 +319,7 @@ async def test_errors_name_the_message(http):
             "response_format",
             "must be text for boxes",
         ),
-    ]
+    ]  # fmt: skip
     for body, param, part in cases:
         response = await client.post("/v1/chat/completions", json={**ASKED, **body})
         error = response.json()["error"]

@@ -217,24 +217,16 @@ VALID: dict[str, list[Message]] = {
         pb.DetectRequest(image=PART, detect=pb.DetectTask(objects=["cat"], tiles=TILES)),
     ],
     "VisionService/Segment": [pb.SegmentRequest(**SHARED, segment=SEGMENT)],
-    "VisionService/Gaze": [
-        pb.GazeRequest(**SHARED, gaze=task) for task in (EYES, FACES, EVERY_FACE)
-    ],
-    "VisionService/Analyze": [
-        pb.AnalyzeRequest(**SHARED, tasks=[pb.Task(key="mine", **task)]) for task in TASKS
-    ],
+    "VisionService/Gaze": [pb.GazeRequest(**SHARED, gaze=task) for task in (EYES, FACES, EVERY_FACE)],
+    "VisionService/Analyze": [pb.AnalyzeRequest(**SHARED, tasks=[pb.Task(key="mine", **task)]) for task in TASKS],
     "VisionService/RunSkill": [pb.RunSkillRequest(**SHARED, skill=SKILL)],
-    "VisionService/StreamQuery": [
-        pb.QueryRequest(images=[raw()], query=QUERY, options=OPTIONS),
-    ],
+    "VisionService/StreamQuery": [pb.QueryRequest(images=[raw()], query=QUERY, options=OPTIONS)],
     "VisionService/StreamCaption": [pb.CaptionRequest(**SHARED, caption=CAPTION)],
     "VisionService/StreamPoint": [pb.PointRequest(**SHARED, point=POINT)],
     "VisionService/StreamDetect": [pb.DetectRequest(**SHARED, detect=DETECT)],
     "VisionService/StreamSegment": [pb.SegmentRequest(**SHARED, segment=SEGMENT)],
     "VisionService/StreamGaze": [pb.GazeRequest(**SHARED, gaze=EYES)],
-    "VisionService/StreamAnalyze": [
-        pb.AnalyzeRequest(**SHARED, tasks=[pb.Task(key="mine", query=QUERY)])
-    ],
+    "VisionService/StreamAnalyze": [pb.AnalyzeRequest(**SHARED, tasks=[pb.Task(key="mine", query=QUERY)])],
     "VisionService/StreamRunSkill": [pb.RunSkillRequest(**SHARED, skill=SKILL)],
     "VisionService/Embed": [pb.EmbedRequest(**SHARED, embed=EMBED)],
     "VisionService/StreamEmbed": [pb.EmbedRequest(**SHARED, embed=EMBED)],
@@ -269,13 +261,9 @@ VALID: dict[str, list[Message]] = {
     ],
     "AdminService/UnloadModel": [admin_service_pb2.UnloadModelRequest(model="fake", grace_ms=1000)],
     "AdminService/SetDefaultModel": [admin_service_pb2.SetDefaultModelRequest(model="fake")],
-    "AdminService/LoadAdapter": [
-        admin_service_pb2.LoadAdapterRequest(adapter="mine@1", model="fake")
-    ],
-    "AdminService/UnloadAdapter": [
-        admin_service_pb2.UnloadAdapterRequest(adapter="mine@1", model="fake")
-    ],
-}
+    "AdminService/LoadAdapter": [admin_service_pb2.LoadAdapterRequest(adapter="mine@1", model="fake")],
+    "AdminService/UnloadAdapter": [admin_service_pb2.UnloadAdapterRequest(adapter="mine@1", model="fake")],
+}  # fmt: skip
 """Requests that no rule refuses, with all fields that have rules. Of a stream of frames, the first messages."""
 
 FILES = (vision_service_pb2, image_service_pb2, model_service_pb2, admin_service_pb2)

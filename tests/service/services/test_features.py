@@ -228,18 +228,13 @@ def test_a_capture_without_images_has_a_digest_in_their_place():
         ("", "mine", "text.", ""),
         ("mine", "mine", "vision.blocks.", ""),
         ("mine", "mine@2", "vision.blocks.", ""),
-        (
-            "",
-            "mine",
-            "vision.blocks.",
-            "made with no adapter, and the request has the adapter 'mine'",
-        ),
+        ("", "mine", "vision.blocks.", "made with no adapter, and the request has the adapter 'mine'"),
         ("", "mine", "vision.proj.", "made with no adapter"),
         ("mine", None, "", "made with the adapter 'mine', and the request has no adapter"),
         ("mine@1", "mine@2", "vision.blocks.", "made with the adapter 'mine@1'"),
         ("other", "mine", "text.", "made with the adapter 'other'"),
     ],
-)
+)  # fmt: skip
 def test_the_adapter_is_that_of_the_request(made_with, used, changes, why):
     given = Given(NUMBERS.tobytes(), *SHAPE, *SIZE, made_with)
     assert features_of(given) is given and features_of(b"file") is None

@@ -239,43 +239,33 @@ def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
         items("screenspot", tmp_path / "part.parquet")
 
 
+def annotated(**fields):
+    """The file's annotations: one, with these fields."""
+    return {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], **fields}]}
+
+
+def image(**fields):
+    return {"images": [{"id": 3, "file_name": "a.jpg", **fields}]}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"annotations": [{"image_id": 3, "category_id": [1], "bbox": [1, 2, 3, 4]}]}, "not in the layout of COCO"),
-        ({"annotations": [{"image_id": 3, "category_id": 9, "bbox": [1, 2, 3, 4]}]}, "unknown category_id 9"),
-        (
-            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3]}]},
-            "row 1: bbox is '.1, 2, 3.', needs 4",
-        ),
-        ({"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": "x"}]}, "area is 'x'"),
-        (
-            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, -3, 4]}]},
-            "bbox is .* needs a width and a height of at least 0",
-        ),
-        (
-            {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 10**400]}]},
-            "bbox is .* needs 4 numbers",
-        ),
-        ({"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": -1}]}, "area is '-1'"),
-        (
-            {
-                "annotations": [
-                    {"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": float("nan")}
-                ]
-            },
-            "area is 'nan'",
-        ),
-        (
-            {"images": [{"id": 3, "file_name": "a.jpg", "width": 10**400, "height": 1}]},
-            "width is .* needs a whole number",
-        ),
-        ({"images": [{"id": 3, "file_name": "/etc/passwd"}]}, "an image outside of it"),
-        ({"images": [{"id": 3, "file_name": "../val2017/a.jpg"}]}, "an image outside of it"),
-        ({"images": [{"id": 3, "file_name": 7}]}, "names no image, but 7"),
+        (annotated(category_id=[1]), "not in the layout of COCO"),
+        (annotated(category_id=9), "unknown category_id 9"),
+        (annotated(bbox=[1, 2, 3]), "row 1: bbox is '.1, 2, 3.', needs 4"),
+        (annotated(bbox=[1, 2, -3, 4]), "bbox is .* needs a width and a height of at least 0"),
+        (annotated(bbox=[1, 2, 3, 10**400]), "bbox is .* needs 4 numbers"),
+        (annotated(area="x"), "area is 'x'"),
+        (annotated(area=-1), "area is '-1'"),
+        (annotated(area=float("nan")), "area is 'nan'"),
+        (image(width=10**400, height=1), "width is .* needs a whole number"),
+        (image(file_name="/etc/passwd"), "an image outside of it"),
+        (image(file_name="../val2017/a.jpg"), "an image outside of it"),
+        (image(file_name=7), "names no image, but 7"),
         ({"categories": None}, "'categories' of .* must be a list of objects"),
     ],
-)  # fmt: skip
+)
 def test_errors_of_a_file_in_the_layout_of_a_set(coco, change, text):
     file = coco / "annotations/instances_val2017.json"
     write(file, json.loads(file.read_text()) | change)
