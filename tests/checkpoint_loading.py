@@ -9,11 +9,7 @@ import torch
 from kestrel_engine.checkpoint.config_file import config_beside
 from kestrel_engine.checkpoint.files import find_files, read_headers
 from kestrel_engine.checkpoint.weights.loader import LoadedCheckpoint, load_planned
-from kestrel_engine.checkpoint.weights.plan import (
-    model_config_for,
-    no_config_hint,
-    plan_checkpoint,
-)
+from kestrel_engine.checkpoint.weights.plan import model_config_for, no_config_hint, plan_checkpoint
 from kestrel_engine.types.model_config import ModelConfig
 from kestrel_engine.types.progress import Progress
 

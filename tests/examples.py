@@ -20,9 +20,7 @@ def given_examples(few: int, many: int, **strategies: Any) -> Callable[[Check], 
         def test(examples: int, **arguments: Any) -> None:
             # A busy machine draws slowly.
             patient = settings(
-                max_examples=examples,
-                deadline=None,
-                suppress_health_check=[HealthCheck.too_slow],
+                max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
             )
             patient(given(**strategies)(check))(**arguments)
 

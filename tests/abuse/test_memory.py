@@ -58,10 +58,7 @@ def refused_stream(vision: VisionServiceStub) -> None:
 
 
 def refused_task(vision: VisionServiceStub) -> None:
-    tasks = [
-        pb.Task(caption=pb.CaptionTask()),
-        pb.Task(detect=pb.DetectTask(objects=[""])),
-    ]
+    tasks = [pb.Task(caption=pb.CaptionTask()), pb.Task(detect=pb.DetectTask(objects=[""]))]
     answer = vision.Analyze(pb.AnalyzeRequest(image=good(), tasks=tasks), metadata=METADATA)
     assert [result.WhichOneof("outcome") for result in answer.results] == ["caption", "error"]
 

@@ -54,10 +54,7 @@ class LocalRay:
     def command(self, *arguments: object) -> str:
         """``kestrel-grpc cluster ARGUMENTS``. Returns what it prints."""
         done = subprocess.run(
-            self.words(*arguments),
-            capture_output=True,
-            timeout=PATIENCE_S,
-            **self.surroundings(),
+            self.words(*arguments), capture_output=True, timeout=PATIENCE_S, **self.surroundings()
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         return done.stdout

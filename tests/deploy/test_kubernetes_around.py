@@ -52,10 +52,7 @@ def test_the_gateway_hashes_the_header_that_clients_send():
     ]
     policy = objects("gateway/policy.yaml")["BackendTrafficPolicy"]["spec"]
     [target] = policy["targetRefs"]
-    assert (target["kind"], target["name"]) == (
-        "GRPCRoute",
-        named["GRPCRoute"]["metadata"]["name"],
-    )
+    assert (target["kind"], target["name"]) == ("GRPCRoute", named["GRPCRoute"]["metadata"]["name"])
     assert policy["loadBalancer"]["consistentHash"]["headers"] == [{"name": IMAGE_HEADER}]
     # Envoy's own limits of 15 s and 5 minutes would end streams.
     assert set(policy["timeout"]["http"].values()) == {"0s"}

@@ -106,10 +106,7 @@ def requests(url: str) -> dict[str, tuple[dict[str, Any], str]]:
     settings = {"temperature": 0, "max_tokens": 8}
     return {
         "/v1/caption": ({"image_url": url, "settings": settings}, "image_url"),
-        "/v1/chat/completions": (
-            {**chat, "temperature": 0},
-            "messages[0].content[0].image_url",
-        ),
+        "/v1/chat/completions": ({**chat, "temperature": 0}, "messages[0].content[0].image_url"),
         "/v1/responses": (
             {"input": [{"role": "user", "content": [seen]}], "max_output_tokens": 8},
             "input[0].content[0].image_url",

@@ -70,9 +70,5 @@ def quicken_operators(interpreter: Any, plain: PlainTensors) -> None:
         "__ne__": np.not_equal,
     }.items():
         replace(name, function, numbers, core.int1)
-    for name, function in (
-        ("and", np.bitwise_and),
-        ("or", np.bitwise_or),
-        ("xor", np.bitwise_xor),
-    ):
+    for name, function in (("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor)):
         replace(f"__{name}__", function, "int1 int32 int64 uint32")

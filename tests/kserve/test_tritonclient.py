@@ -65,10 +65,7 @@ def test_answers(out):
 
 
 def test_errors(out):
-    assert out["bad"] == [
-        "StatusCode.INVALID_ARGUMENT",
-        "TEMPERATURE: 200.0 is not in [0, 100]",
-    ]
+    assert out["bad"] == ["StatusCode.INVALID_ARGUMENT", "TEMPERATURE: 200.0 is not in [0, 100]"]
     assert out["other_model"][0] == "StatusCode.NOT_FOUND"
     assert out["no_token"][0] == "StatusCode.UNAUTHENTICATED"
     assert out["between"] == ["first", "third"]

@@ -17,11 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kestrel_client._pb.inference import grpc_service_pb2
-from kestrel_client._pb.kestrel.v1 import (
-    admin_service_pb2,
-    image_service_pb2,
-    model_service_pb2,
-)
+from kestrel_client._pb.kestrel.v1 import admin_service_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.edge.failures.status_message import DOMAIN
 from tests.abuse.inputs.edge_messages import mangled, near, nested

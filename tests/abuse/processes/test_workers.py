@@ -121,11 +121,7 @@ async def stream(
     stub: VisionServiceStub, max_tokens: int, metadata: tuple[tuple[str, str], ...] = ()
 ):
     """One that has begun to talk."""
-    call = stub.StreamQuery(
-        query(max_tokens=max_tokens),
-        timeout=DEADLINE_S,
-        metadata=metadata,
-    )
+    call = stub.StreamQuery(query(max_tokens=max_tokens), timeout=DEADLINE_S, metadata=metadata)
     events = aiter(call)
     for _ in range(2):
         await anext(events)

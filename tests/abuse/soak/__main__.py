@@ -286,8 +286,7 @@ def _judge_end(report: Report, server: Server, receiver: SpanReceiver, statistic
         print(line[:4000])
     pages = statistics.free_pages + statistics.cached_pages
     report.add(
-        "In all",
-        {"calls": len(calls), "traces": len(receiver.calls), "spans": receiver.num_spans},
+        "In all", {"calls": len(calls), "traces": len(receiver.calls), "spans": receiver.num_spans}
     )
     report.bar("calls whose span was lost", len(traced - receiver.calls), 0)
     report.bar("calls that had a trace", len(traced) / max(1, len(calls)), 1.0, at_least=True)

@@ -33,10 +33,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 
 ANSWER = "Two red circles — één is größer. 👍"
 REASONING = "I see 👀 a circle here."
-POINTS = (
-    DetectedPoint(0.25, 0.5, "circle", 0.75),
-    DetectedPoint(0.75, 0.125, "circle", 0.75),
-)
+POINTS = (DetectedPoint(0.25, 0.5, "circle", 0.75), DetectedPoint(0.75, 0.125, "circle", 0.75))
 BOXES = (
     DetectedBox(0.125, 0.25, 0.5, 0.75, "circle", 0.75),
     DetectedBox(0.5, 0.5, 1.0, 1.0, "circle", 0.75),

@@ -45,10 +45,7 @@ async def test_a_image_put_is_named_in_place_of_a_file(kestrel, monkeypatch):
     assert re.fullmatch(r"img_[0-9a-f]{32}", image_id)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(IMAGE.read_bytes())))
     _, told, _ = await kestrel("put", "-", "--json")
-    assert json.loads(told) == {
-        "image_id": image_id,
-        "image_size": {"width": 857, "height": 783},
-    }
+    assert json.loads(told) == {"image_id": image_id, "image_size": {"width": 857, "height": 783}}
     flags = ["--temperature", 0, "--max-tokens", 4]
     sent = await kestrel("query", IMAGE, "what?", *flags)
     assert sent == await kestrel("query", image_id, "what?", *flags)

@@ -34,10 +34,7 @@ from kestrel_client import (
 )
 from tests.client.drawing.test_drawing import CIRCLE, COLOURS, answer, made, outlined, pointed
 
-BOXES = (
-    DetectedBox(0.25, 0.5, 0.5, 1, "cat", 0.75),
-    DetectedBox(0, 0, 1, 0.5, "dog", 0.5),
-)
+BOXES = (DetectedBox(0.25, 0.5, 0.5, 1, "cat", 0.75), DetectedBox(0, 0, 1, 0.5, "dog", 0.5))
 NAMES = tuple(ObjectSearch(object=name, absence=0.25) for name in ("dog", "cow", "cat"))
 FOUND = made(DetectResult, objects=BOXES, searches=NAMES)
 NONE = made(DetectResult, objects=(), searches=NAMES)

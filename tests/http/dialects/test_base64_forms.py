@@ -41,10 +41,7 @@ async def test_base64(http, path: str):
                 "temperature": 0,
                 "max_output_tokens": 5,
             },
-            "messages": {
-                "messages": [{"role": "user", "content": [block]}],
-                **settings,
-            },
+            "messages": {"messages": [{"role": "user", "content": [block]}], **settings},
             "generate": {"prompt": "A?", "images": [form], "options": options, "stream": False},
             "chat": {"messages": [message], "options": options, "stream": False},
         }[path]

@@ -164,11 +164,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"name": "a"}]}, "tools", "call no tools"),
     ({"thinking": {"type": "on"}}, "thinking.type", "must be one of"),
     ({"thinking": {"type": "enabled", "display": "x"}}, "thinking.display", "must be one of"),
-    (
-        {"thinking": {"type": "enabled", "budget_tokens": 5000}},
-        "thinking.budget_tokens",
-        "5000",
-    ),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5000}}, "thinking.budget_tokens", "5000"),
     ({"temperature": 1.5}, "temperature", "must be in [0, 1], got 1.5"),
     ({"max_tokens": -1}, "max_tokens", "must be in [1,"),
     ({"stop": "a"}, "stop", "use stop_sequences"),
@@ -243,8 +239,7 @@ async def test_a_stream_that_fails_ends_with_an_error(moved_clock, http):
 
 
 @pytest.mark.parametrize(
-    "path, asked",
-    [(PATH, {"messages": [USER]}), ("/v1/responses", {"input": "What?"})],
+    "path, asked", [(PATH, {"messages": [USER]}), ("/v1/responses", {"input": "What?"})]
 )
 async def test_a_client_that_leaves_cancels_its_request(http, path, asked):
     served, client = await http(runtime=EndlessRuntime())

@@ -28,10 +28,7 @@ async def test_the_count_is_the_usage_of_the_same_conversation(http):
     anthropic = {
         "model": "moondream2",
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-        "messages": [
-            {"role": "user", "content": [{"type": "image", "source": source}]},
-            *chat[2:],
-        ],
+        "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}, *chat[2:]],
     }
     openai = {
         "model": "moondream2",

@@ -13,10 +13,7 @@ with open(path, "rb") as file:
 
 
 def ask(text, **options):
-    content = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": text},
-    ]
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
     return client.chat.completions.create(
         model="moondream2",
         messages=[{"role": "user", "content": content}],

@@ -11,8 +11,7 @@ from kestrel_grpc.security.identity.principal import address_of
 
 
 @pytest.mark.parametrize(
-    ("given", "address"),
-    [("127.0.0.1:50000", "127.0.0.1"), ("[2001:db8::1]:7", "2001:db8::/64")],
+    ("given", "address"), [("127.0.0.1:50000", "127.0.0.1"), ("[2001:db8::1]:7", "2001:db8::/64")]
 )
 def test_an_address_is_that_of_a_connection(given, address):
     assert address_of(peer_of(given)) == address

@@ -163,9 +163,7 @@ SKILL = pb.SkillTask(
     name="query", arguments={"question": "what?"}, max_tokens=1, sampling=SAMPLING, text=TEXT
 )
 EMBED = pb.EmbedTask(
-    parts="EMBEDDING_PARTS_IMAGE",
-    pooling="EMBEDDING_POOLING_MEAN",
-    dtype="EMBEDDING_DTYPE_FLOAT16",
+    parts="EMBEDDING_PARTS_IMAGE", pooling="EMBEDDING_POOLING_MEAN", dtype="EMBEDDING_DTYPE_FLOAT16"
 )
 CONSTRAINTS = [
     common_pb2.Constraint(choices=common_pb2.Choices(texts=["a"])),

@@ -29,7 +29,7 @@ RELATIONS: dict[str, list[dict[str, float]]] = {
         {"y_min": 0.5, "y_max": 0.25},
         {"x_min": 0.5, "x_max": 0.5, "y_min": 1, "y_max": 1},
         {"x_min": math.nan},
-    ],
+    ]
 }
 """Values of the fields that a rule between several fields compares, by the rule's id."""
 

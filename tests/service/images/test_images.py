@@ -249,8 +249,7 @@ async def test_an_upload_that_is_cancelled_or_stalls_leaves_nothing(serve):
 async def test_unfinished_uploads_are_bounded_together(serve):
     limit = 2 * len(PNG)
     served = await serve(
-        server_config={"image_store_bytes": limit},
-        image_limits=ImageLimits(max_bytes=limit),
+        server_config={"image_store_bytes": limit}, image_limits=ImageLimits(max_bytes=limit)
     )
     held = await begun(served, bytes(limit - 100))
     await holds(served.server.uploads, limit - 100)

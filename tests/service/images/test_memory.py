@@ -37,9 +37,7 @@ async def test_no_call_leaves_anything_once_the_caches_are_full(serve, calls):
     runtime = FakeRuntime(replace(LIMITS, num_pages=2000), lambda fed: 0)
     runtime.plans = deque(maxlen=1)  # type: ignore[assignment]
     served = await serve(
-        runtime,
-        server_config={"image_store_bytes": 64 * KIB},
-        image_cache_bytes=2048 * KIB,
+        runtime, server_config={"image_store_bytes": 64 * KIB}, image_cache_bytes=2048 * KIB
     )
     numbers = itertools.count()
 

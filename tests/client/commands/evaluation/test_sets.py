@@ -149,11 +149,7 @@ def test_average_precision_of_a_false_positive_with_the_best_score(coco):
     pytest.importorskip("faster_coco_eval")
     chosen = benchmark("coco")
     found = {item.identity: item for item in items("coco", coco)}
-    dogs = [
-        box(0.8, 0.8, 1, 1, 0.95),
-        box(0, 0, 0.25, 0.5, 0.9),
-        box(0.5, 0, 0.75, 0.5, 0.8),
-    ]
+    dogs = [box(0.8, 0.8, 1, 1, 0.95), box(0, 0, 0.25, 0.5, 0.9), box(0.5, 0, 0.75, 0.5, 0.8)]
     lines = [
         {"image": "val2017/a.jpg", "row": 1, "tasks": {"0": {"objects": dogs, "image_size": SIZE}}},
         {"image": "val2017/b.jpg", "row": 2, "tasks": {"0": {"objects": [], "image_size": SIZE}}},

@@ -10,11 +10,7 @@ from kestrel_client import AsyncKestrelClient, OverloadedError
 from kestrel_client._pb.kestrel.v1 import common_pb2, image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.security.admission import refusal_pace
-from kestrel_grpc.security.admission.admission import (
-    Admission,
-    RateExceeded,
-    TooManyCalls,
-)
+from kestrel_grpc.security.admission.admission import Admission, RateExceeded, TooManyCalls
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
@@ -197,10 +193,7 @@ async def test_too_large_is_told_apart_and_not_tried_again(serve):
     for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
         too_large = query(secrets.token_hex(size // 2))
         told = await failure(served.vision.Query(too_large, compression=compression))
-        assert (told.code, told.reason) == (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "MESSAGE_TOO_LARGE",
-        )
+        assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
         assert told.retry_after_s is None
         assert told.trailers["grpc-retry-pushback-ms"] == "-1"
     refused = served.server.guard.limited

@@ -128,10 +128,7 @@ async def test_neither_a_token_nor_an_open_door_helps(serve, authority, server_p
     ):
         await VisionServiceStub(known).Query(QUERY, metadata=metadata)
         told = await failure(VisionServiceStub(revoked).Query(QUERY, metadata=metadata))
-        assert (told.code, told.reason) == (
-            grpc.StatusCode.UNAUTHENTICATED,
-            "CERTIFICATE_REVOKED",
-        )
+        assert (told.code, told.reason) == (grpc.StatusCode.UNAUTHENTICATED, "CERTIFICATE_REVOKED")
         health, reflection = health_pb2_grpc.HealthStub, reflection_pb2_grpc.ServerReflectionStub
         assert (await health(known).Check(check)).status == health_pb2.HealthCheckResponse.SERVING
         assert (await anext(aiter(health(known).Watch(check)))).status == 1
