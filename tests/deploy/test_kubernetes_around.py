@@ -161,38 +161,17 @@ def test_the_projects_own_schemas_know_every_field(folder):
 
 def test_an_unknown_field_or_a_wrong_type_is_an_error(tmp_path):
     port = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
-    (tmp_path / "crd.yaml").write_text(
-        "{{- if .Values.enabled }}\n"
-        + yaml.safe_dump(
-            {
-                "kind": "CustomResourceDefinition",
-                "spec": {
-                    "group": "a.b",
-                    "names": {"kind": "Pool"},
-                    "versions": [
-                        {
-                            "name": "v1",
-                            "schema": {
-                                "openAPIV3Schema": {
-                                    "type": "object",
-                                    "properties": {
-                                        "spec": {"type": "object", "properties": {"port": port}}
-                                    },
-                                }
-                            },
-                        }
-                    ],
-                },
-            }
-        )
-        + "{{- end }}\n"
-    )
+    spec = {"type": "object", "properties": {"port": port}}
+    schema = {"openAPIV3Schema": {"type": "object", "properties": {"spec": spec}}}
+    versions = [{"name": "v1", "schema": schema}]
+    defined = {"group": "a.b", "names": {"kind": "Pool"}, "versions": versions}
+    text = yaml.safe_dump({"kind": "CustomResourceDefinition", "spec": defined})
+    (tmp_path / "crd.yaml").write_text(f"{{{{- if .Values.enabled }}}}\n{text}{{{{- end }}}}\n")
     known = crd_schemas.Definitions(tmp_path)
 
     def wrong(spec, kind="Pool"):
-        return len(
-            known.errors({"apiVersion": "a.b/v1", "kind": kind, "metadata": {}, "spec": spec})
-        )
+        found = {"apiVersion": "a.b/v1", "kind": kind, "metadata": {}, "spec": spec}
+        return len(known.errors(found))
 
     assert wrong({"port": {"number": 1}}) == 0
     assert wrong({"port": {"number": "1"}}) == wrong({"port": {}}) == wrong({"prot": {}}) == 1

@@ -16,7 +16,7 @@ from kestrel_grpc.http.port import listener
 from kestrel_grpc.security.identity import revocation
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
-from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig, TlsFiles
+from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig
 from tests.http.test_rude_http import closed, connect
 from tests.service.certificates import Authority, Pair, authority, make_authority, server_pair
 from tests.service.security.identity.test_revocation import list_of
@@ -32,10 +32,6 @@ def trust(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
     if pair is not None:
         context.load_cert_chain(pair.cert, pair.key)
     return context
-
-
-def files(pair: Pair, **more: Any) -> TlsFiles:
-    return TlsFiles(certificate=str(pair.cert), private_key=str(pair.key), **more)
 
 
 @pytest.fixture
@@ -62,7 +58,7 @@ async def ask(http: Any) -> AsyncIterator[Ask]:
 
 async def test_the_certificate_is_renewed_without_a_restart(ask, authority, tmp_path: Path):
     pair, renewed = authority.issue("localhost"), authority.issue("localhost")
-    served, get = await ask(SecurityConfig(tls=files(pair)))
+    served, get = await ask(SecurityConfig(tls=pair.tls()))
     assert (await get(trust(authority))).status_code == 200
 
     async def serial() -> str:
@@ -90,7 +86,7 @@ async def test_a_certificate_identifies_its_caller(ask, authority, server_pair, 
     ]
     tokens = tmp_path / "tokens"
     tokens.write_text("\n".join(lines))
-    tls = files(server_pair, client_ca=str(authority.ca.cert))
+    tls = server_pair.tls(client_ca=authority.ca.cert)
     _, get = await ask(SecurityConfig(tls=tls, auth_tokens=str(tokens)))
     camera, prometheus, other = (
         trust(authority, authority.issue(name)) for name in ("camera", "prometheus", "other")
@@ -114,7 +110,7 @@ async def test_without_tokens_a_certificate_is_enough_until_it_is_revoked(
     monkeypatch.setattr(revocation, "_CHECK_EVERY_S", 0.0)
     lists, pair = tmp_path / "crl.pem", authority.issue("camera")
     lists.write_bytes(list_of(authority))
-    tls = files(server_pair, client_ca=str(authority.ca.cert), client_crl=str(lists))
+    tls = server_pair.tls(client_ca=authority.ca.cert, client_crl=lists)
     _, get = await ask(SecurityConfig(tls=tls))
     context = trust(authority, pair)
     assert (await get(context)).status_code == (await get(context, path="/metrics")).status_code
@@ -129,7 +125,7 @@ async def test_connections_without_a_handshake_count_and_are_closed(
 ):
     monkeypatch.setattr(listener, "_HEAD_S", 0.5)
     limits = ConnectionLimits(connections=3)
-    served, get = await ask(SecurityConfig(tls=files(server_pair), connections=limits))
+    served, get = await ask(SecurityConfig(tls=server_pair.tls(), connections=limits))
     silent = [await connect(served) for _ in range(3)]
     reader, writer = await connect(served)
     async with asyncio.timeout(60):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_grpc.settings.security import TlsFiles
+
 _NUMBERS = itertools.count(1)
 
 
@@ -20,6 +22,11 @@ def _openssl(*arguments: object) -> None:
 class Pair:
     cert: Path
     key: Path
+
+    def tls(self, **more: object) -> TlsFiles:
+        """The files of a server that shows the certificate."""
+        files = {"certificate": self.cert, "private_key": self.key, **more}
+        return TlsFiles(**{name: str(file) for name, file in files.items() if file is not None})
 
 
 @dataclass(frozen=True)

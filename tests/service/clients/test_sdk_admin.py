@@ -24,7 +24,7 @@ from kestrel_client import (
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client.values.administration import Captures, MethodStatistics
 from kestrel_grpc.settings.debug import DebugConfig
-from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.certificates import make_authority
 from tests.service.conftest import NO_END, EndlessRuntime, raw_image
 from tests.service.security.test_admin import CONFIG, KEY, METADATA, query
@@ -175,9 +175,8 @@ async def test_who_may_and_what_is_not_there(serve, kind, tmp_path):
 
 async def test_over_tls(serve, kind, tmp_path):
     authority = make_authority(tmp_path)
-    pair = authority.issue("localhost")
-    tls = TlsFiles(certificate=str(pair.cert), private_key=str(pair.key))
-    config = {"security": SecurityConfig(api_key=KEY, tls=tls)}
+    security = SecurityConfig(api_key=KEY, tls=authority.issue("localhost").tls())
+    config = {"security": security}
     served = await serve(server_config=config, listen="127.0.0.1:0")
     trusts = Tls(root_certificates=authority.ca.cert)
     async with open_admin(kind, served, tls=trusts) as admin:

@@ -1,4 +1,6 @@
-"""The service config that is shipped for other clients: it is the SDK's, and a plain client retries by it."""
+"""The service config that is shipped for other clients: it is the SDK's, and a plain client retries by it.
+
+tests/client/calls has the number of attempts and their pauses."""
 
 import asyncio
 import json
@@ -12,8 +14,6 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_client.connection import SERVICE_CONFIG
 from kestrel_grpc.service_names import IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
-from kestrel_grpc.settings.security import CallLimits, SecurityConfig
-from tests.service.statuses import failure
 from tests.waiting import until
 
 TEXT = (Path(__file__).parents[3] / "clients/service_config.json").read_text()
@@ -59,29 +59,3 @@ async def test_a_call_is_repeated_until_the_server_is_ready(plain):
     assert (await call).info.model == "fake"
     *before, last = codes()
     assert set(before) == {"UNAVAILABLE"} and last == "OK"
-
-
-async def test_four_times_at_most(plain):
-    _, stub, codes = await plain(load=False)
-    assert (await failure(stub.Query(QUERY))).reason == "MODEL_NOT_READY"
-    await until(lambda: len(codes()) >= 4)
-    assert codes() == ["UNAVAILABLE"] * 4
-
-
-async def test_after_the_pause_that_the_server_asks_for(plain):
-    security = SecurityConfig(calls=CallLimits(rate=1, burst=1))
-    _, stub, codes = await plain(server_config={"security": security})
-    await stub.Query(QUERY)
-    # By the config alone all four tries are over within half a second, which would be too early.
-    await stub.Query(QUERY)
-    assert codes()[:2] == ["OK", "RESOURCE_EXHAUSTED"] and codes()[-1] == "OK"
-    assert len(codes()) <= 4  # A pause is told in whole milliseconds.
-
-
-async def test_what_would_fail_again_is_not_repeated(plain):
-    _, stub, codes = await plain(server_config={"max_message_bytes": 1000})
-    told = await failure(stub.Query(pb.QueryRequest(query=pb.QueryTask(question="?" * 1100))))
-    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
-    await failure(stub.Query(pb.QueryRequest()))
-    await until(lambda: len(codes()) >= 2)
-    assert codes() == ["RESOURCE_EXHAUSTED", "INVALID_ARGUMENT"]

@@ -15,6 +15,7 @@ from kestrel_engine import ImageLimits
 from kestrel_grpc.images.store import RECORD_BYTES
 from kestrel_grpc.monitoring.load import LoadMeter
 from tests.service.conftest import raw_image
+from tests.service.services.answers.test_image_budget import requests
 from tests.service.statuses import failure
 from tests.waiting import outlived, until
 
@@ -83,25 +84,9 @@ async def test_a_image_put_is_named_afterwards(serve, image):
 
 async def test_every_reply_names_the_image_that_came_with_it(serve):
     served = await serve()
-    image = common_pb2.Image(encoded=PNG)
-    replies = [
-        await served.vision.Query(query(image)),
-        await served.vision.Caption(
-            pb.CaptionRequest(image=image, caption=pb.CaptionTask(max_tokens=2, sampling=GREEDY))
-        ),
-        await served.vision.Point(
-            pb.PointRequest(image=image, point=pb.PointTask(objects=["cat"], max_objects=1))
-        ),
-        await served.vision.Detect(
-            pb.DetectRequest(image=image, detect=pb.DetectTask(objects=["cat"], max_objects=1))
-        ),
-        await served.vision.Segment(
-            pb.SegmentRequest(
-                image=image, segment=pb.SegmentTask(objects=["cat"], max_tokens=2, sampling=GREEDY)
-            )
-        ),
-    ]
-    stream = served.vision.StreamQuery(query(image))
+    asked = requests(common_pb2.Image(encoded=PNG)).items()
+    replies = [await getattr(served.vision, method)(each) for method, each in asked]
+    stream = served.vision.StreamQuery(query(common_pb2.Image(encoded=PNG)))
     replies += [event.final async for event in stream if event.HasField("final")]
     assert len(set(map(id_of, replies))) == 1
     assert id_of(replies[0]).startswith("img_")
@@ -211,8 +196,8 @@ BAD_UPLOADS = {
 
 async def test_bad_uploads_are_told_and_leave_nothing(serve):
     served = await serve()
-    for case, (requests, field) in BAD_UPLOADS.items():
-        told = await served.refusal(UPLOAD, requests)
+    for case, (sent, field) in BAD_UPLOADS.items():
+        told = await served.refusal(UPLOAD, sent)
         assert told.code is INVALID, case
         assert told.fields == ([field] if field else []), case
     assert len(served.server.images) == 0

@@ -35,6 +35,15 @@ def config(tmp_path, **bounds):
     return {**CONFIG, "debug": DebugConfig(capture_dir=str(tmp_path), **bounds)}
 
 
+async def capturing(serve, tmp_path, runtime=None, images=False, **more):
+    """A server that captures what fails, with ``images`` if that is said, and its administrator."""
+    settings = {**config(tmp_path, capture_images=images), **more}
+    served = await serve(runtime, server_config=settings)
+    admin = Admin(served)
+    await admin.StartCapture(images=images)
+    return served, admin
+
+
 async def fail(served, request=None, method="Query"):
     await until(lambda: not any(served.runtime.launched.values()))
     served.runtime.fail_next = RuntimeError("x")
@@ -80,9 +89,7 @@ async def files(admin):
 
 
 async def test_what_a_file_holds_and_what_not(serve, tmp_path):
-    served = await serve(server_config=config(tmp_path))
-    admin = Admin(served)
-    await admin.StartCapture()
+    served, admin = await capturing(serve, tmp_path)
     await fail(served)
     await files(admin)
     [path] = tmp_path.iterdir()
@@ -99,9 +106,7 @@ async def test_what_a_file_holds_and_what_not(serve, tmp_path):
 
 async def test_requests_by_kserve_and_http_are_captured_as_what_they_became(serve, tmp_path):
     http = HttpConfig(http_listen=("127.0.0.1:0",))
-    served = await serve(server_config={**config(tmp_path), "http": http})
-    admin = Admin(served)
-    await admin.StartCapture()
+    served, admin = await capturing(serve, tmp_path, http=http)
     kserve = GRPCInferenceServiceStub(served.channel)
     for request in (infer(SKILL="query", QUESTION="what?"), infer(SKILL="none")):
         served.runtime.fail_next = RuntimeError("x")
@@ -213,9 +218,7 @@ def upload_of(data, info=None):
 
 
 async def test_an_upload_that_fails_is_captured_and_done_again(serve, tmp_path, replay):
-    served = await serve(server_config=config(tmp_path, capture_images=True))
-    admin = Admin(served)
-    await admin.StartCapture(images=True)
+    served, admin = await capturing(serve, tmp_path, images=True)
     served.server.served.engine().prepare_image = broken_once(served)
     data = png()
     info = image_pb2.UploadInfo(size_bytes=len(data), sha256=hashlib.sha256(data).digest())
@@ -232,9 +235,7 @@ async def test_an_upload_that_fails_is_captured_and_done_again(serve, tmp_path, 
 
 
 async def test_an_upload_without_its_image_asks_for_one(serve, tmp_path, replay, capsys):
-    served = await serve(server_config=config(tmp_path))
-    admin = Admin(served)
-    await admin.StartCapture()
+    served, admin = await capturing(serve, tmp_path)
     served.server.served.engine().prepare_image = broken_once(served)
     data = png()
     assert await failure(served.images.UploadImage(upload_of(data), metadata=METADATA))
@@ -277,9 +278,7 @@ async def test_an_upload_that_stalls_is_captured_with_what_came(serve, tmp_path)
 
 
 async def test_deadlines_count(serve, tmp_path):
-    served = await serve(EndlessRuntime(), server_config=config(tmp_path))
-    admin = Admin(served)
-    await admin.StartCapture()
+    served, admin = await capturing(serve, tmp_path, EndlessRuntime())
     late = query(max_tokens=NO_END)
     told = await served.overdue(
         lambda timeout: served.vision.Query(late, metadata=METADATA, timeout=timeout)
@@ -303,9 +302,7 @@ async def test_the_folder_has_bounds(serve, tmp_path, bounds):
 
 
 async def test_a_full_disk_costs_the_file_only(serve, tmp_path, monkeypatch, caplog):
-    served = await serve(server_config=config(tmp_path))
-    admin = Admin(served)
-    await admin.StartCapture()
+    served, admin = await capturing(serve, tmp_path)
 
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -333,9 +330,7 @@ def replay(monkeypatch, capsys):
 
 
 async def test_a_replay_does_it_again(serve, tmp_path, replay):
-    served = await serve(server_config=config(tmp_path, capture_images=True))
-    admin = Admin(served)
-    await admin.StartCapture(images=True)
+    served, admin = await capturing(serve, tmp_path, images=True)
     await fail(served, query(raw_image()), "StreamQuery")
     [name] = await files(admin)
     status, told = await replay(served, tmp_path / name)
@@ -350,9 +345,7 @@ async def test_a_replay_does_it_again(serve, tmp_path, replay):
 async def test_a_request_that_was_capped_is_done_again_as_it_was_run(serve, tmp_path, replay):
     """By HTTP, max_tokens above the room is the room; by gRPC it is an error."""
     http = HttpConfig(http_listen=("127.0.0.1:0",))
-    served = await serve(server_config={**config(tmp_path), "http": http})
-    admin = Admin(served)
-    await admin.StartCapture()
+    served, admin = await capturing(serve, tmp_path, http=http)
     served.runtime.fail_next = RuntimeError("x")
     async with httpx2.AsyncClient(headers=dict(METADATA)) as client:
         url = f"http://{served.server.http_addresses[0]}/api/generate"
@@ -443,9 +436,7 @@ def test_a_replay_in_process(tmp_path, capsys):
 
 async def test_a_frame_is_captured_with_the_message_that_opened_its_stream(serve, tmp_path, replay):
     """The image only if that is allowed, as for other requests, and never the salt."""
-    served = await serve(server_config=config(tmp_path))
-    admin = Admin(served)
-    await admin.StartCapture()
+    served, admin = await capturing(serve, tmp_path)
     tasks = [{"caption": {"max_tokens": 2}}]
     frames = [
         pb.StreamFramesRequest(config={"tasks": tasks, "options": {"cache_salt": SECRET}}),

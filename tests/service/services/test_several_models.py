@@ -85,7 +85,9 @@ class Two:
         names: tuple[str, str] = ("first", "second"),
         security: SecurityConfig | None = None,
         telemetry: TelemetryConfig | None = None,
+        loads: bool = True,
     ) -> None:
+        self.loads = loads
         self.engines: dict[str, InferenceEngine] = {}
         config = RuntimeConfig(max_batch_size=LIMITS.max_batch_size)
 
@@ -126,10 +128,14 @@ class Two:
         await self.server.start()
         self.channel = grpc.aio.insecure_channel(self.server.addresses[0])
         self.vision = VisionServiceStub(self.channel)
+        self.admin = AsyncKestrelAdmin(self.server.addresses[0], token=KEY)
+        if self.loads:
+            await self.server.load()
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.channel.close()
+        await self.admin.aclose()
         await self.server.stop(grace_s=0)
 
     async def answer(
@@ -151,7 +157,6 @@ class Two:
 
 async def test_each_request_reaches_its_model() -> None:
     async with Two() as two:
-        await two.server.load()
         assert await two.answer() == await two.answer("first") == "aaa"
         assert await two.answer("second") == "bbb"
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -170,7 +175,6 @@ async def test_each_request_reaches_its_model() -> None:
 
 async def test_a_stored_image_serves_all_models() -> None:
     async with Two() as two:
-        await two.server.load()
         put = image_service_pb2.PutImageRequest(image=raw_image())
         image_id = (await ImageServiceStub(two.channel).PutImage(put)).image.image_id
         assert await two.answer("first", image_id) == "aaa"
@@ -180,7 +184,6 @@ async def test_a_stored_image_serves_all_models() -> None:
 async def test_models_are_listed_and_have_health() -> None:
     async with Two() as two:
         models = ModelServiceStub(two.channel)
-        await two.server.load()
         listed = await models.ListModels(model_service_pb2.ListModelsRequest())
         assert [model.name for model in listed.models] == ["first", "second"]
         one = await models.GetModel(model_service_pb2.GetModelRequest(model="second"))
@@ -195,7 +198,6 @@ async def test_models_are_listed_and_have_health() -> None:
 
 async def test_a_failed_model_leaves_the_others() -> None:
     async with Two() as two:
-        await two.server.load()
         await two.engines["second"].shutdown()
         first, second = two.server.served
         assert (first.state, second.state) == (State.READY, State.FAILED)
@@ -210,7 +212,7 @@ async def test_a_failed_model_leaves_the_others() -> None:
 
 
 async def test_two_models_of_one_name_are_refused() -> None:
-    async with Two(names=("same", "same")) as two:
+    async with Two(names=("same", "same"), loads=False) as two:
         with pytest.raises(ConfigError, match="two models of this server have this name"):
             await two.server.load()
         assert not two.server.served.engines
@@ -220,7 +222,7 @@ async def test_folders_of_one_name_are_refused_before_they_are_loaded(tmp_path: 
     folders = [tmp_path / parent / "same" for parent in ("a", "b")]
     for folder in folders:
         folder.mkdir(parents=True)
-    async with Two(names=(str(folders[0]), str(folders[1]))) as two:
+    async with Two(names=(str(folders[0]), str(folders[1])), loads=False) as two:
         models = ModelServiceStub(two.channel)
         listed = await models.ListModels(model_service_pb2.ListModelsRequest())
         assert {each.state for each in listed.models} == {model_service_pb2.MODEL_STATE_LOADING}
@@ -231,7 +233,6 @@ async def test_folders_of_one_name_are_refused_before_they_are_loaded(tmp_path: 
 
 async def test_administration_covers_all_models() -> None:
     async with Two(security=CONFIG["security"]) as two:
-        await two.server.load()
         await two.answer("first", metadata=METADATA)
         await two.answer("second", metadata=METADATA)
         admin = AdminServiceStub(two.channel)
@@ -246,8 +247,7 @@ async def test_administration_covers_all_models() -> None:
 @pytest.mark.usefixtures("unfreed")
 async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> None:
     async with Two(security=CONFIG["security"]) as two:
-        await two.server.load()
-        admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
+        admin = two.admin
         two.held.clear()
         loading = admin.load_model("/tmp", {"max-queue": "7"}, make_default=True)
         assert (await anext(loading)).step == "parts"
@@ -298,7 +298,6 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         assert await admin.set_default_model("second") == "tmp"
         await admin.unload_model("tmp", grace_s=0)
         assert await two.answer(metadata=METADATA) == "bbb"
-        await admin.aclose()
 
 
 async def test_a_model_that_cannot_be_loaded_harms_no_other(
@@ -308,8 +307,7 @@ async def test_a_model_that_cannot_be_loaded_harms_no_other(
     # A relative path is not in the server's folder /tmp, wherever the checkout is.
     monkeypatch.chdir("/")
     async with Two(security=CONFIG["security"]) as two:
-        await two.server.load()
-        admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
+        admin = two.admin
         own = {"max-queue": "3"}
         for source, settings, kind, words in (
             ("", {}, InvalidArgumentError, "source: must have 1 to 4096 characters"),
@@ -329,23 +327,19 @@ async def test_a_model_that_cannot_be_loaded_harms_no_other(
             await admin.set_default_model("third")
         assert two.server.served.names == ("first", "second")
         assert await two.answer("second", metadata=METADATA) == "bbb"
-        await admin.aclose()
 
 
 @pytest.mark.usefixtures("unfreed")
 async def test_a_failed_model_may_be_unloaded() -> None:
     async with Two(security=CONFIG["security"]) as two:
-        await two.server.load()
         await two.engines["second"].shutdown()
-        async with AsyncKestrelAdmin(two.server.addresses[0], token=KEY) as admin:
-            await admin.unload_model("second")
+        await two.admin.unload_model("second")
         assert two.server.served.names == ("first",)
 
 
 async def test_an_unloaded_model_ends_its_requests_and_is_freed() -> None:
     async with Two(security=CONFIG["security"]) as two:
-        await two.server.load()
-        admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
+        admin = two.admin
         held = weakref.ref(two.engines.pop("second"))
         await admin.unload_model("second", grace_s=0)
 
@@ -354,7 +348,6 @@ async def test_an_unloaded_model_ends_its_requests_and_is_freed() -> None:
             return held() is None
 
         await until(freed)  # A task that is about to end may hold it for a moment.
-        await admin.aclose()
 
 
 async def test_an_engine_that_something_holds_while_it_is_unloaded_is_freed_later(
@@ -362,8 +355,7 @@ async def test_an_engine_that_something_holds_while_it_is_unloaded_is_freed_late
 ) -> None:
     monkeypatch.setattr(model_changes, "_PAUSES_S", (0.001,))
     async with Two(security=CONFIG["security"]) as two:
-        await two.server.load()
-        admin = AsyncKestrelAdmin(two.server.addresses[0], token=KEY)
+        admin = two.admin
         kept = two.engines.pop("second")
         held = weakref.ref(kept)
         await admin.unload_model("second", grace_s=0)
@@ -374,12 +366,10 @@ async def test_an_engine_that_something_holds_while_it_is_unloaded_is_freed_late
             return held() is None
 
         await until(freed)
-        await admin.aclose()
 
 
 async def test_http_and_kserve_route_by_name() -> None:
     async with Two() as two:
-        await two.server.load()
         base = f"http://{two.server.http_addresses[0]}"
         async with httpx2.AsyncClient(base_url=base, timeout=60) as client:
             told = []

@@ -6,18 +6,16 @@ import os
 import pytest
 
 from kestrel_grpc.cli.program import main
-from kestrel_grpc.settings.configuration import add_flags, configuration
 from kestrel_grpc.settings.debug import DebugConfig
-from kestrel_grpc.settings.flags import Parser, SettingsError
+from kestrel_grpc.settings.flags import SettingsError
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.conftest import NO_END, EndlessRuntime
 from tests.service.security.test_admin import METADATA, Admin, query
+from tests.service.settings.test_configuration import whole_configuration
 
 
 def settled(*flags, **environ):
-    parser = Parser(prog="serve")
-    add_flags(parser, environ)
-    return configuration(parser.parse_args(flags)).server.debug
+    return whole_configuration(*flags, **environ).server.debug
 
 
 def test_by_default_nothing_is_allowed():

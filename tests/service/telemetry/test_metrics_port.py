@@ -16,7 +16,7 @@ from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.security.metrics_door import MetricsDoor
 from kestrel_grpc.settings.addresses import AddressError
-from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry import metrics_port
 from tests.service.certificates import make_authority
@@ -143,7 +143,7 @@ async def test_it_answers_its_path_and_two_methods_only(served, tokens):
 async def test_tls_with_the_servers_certificate_and_its_renewal(served, tmp_path):
     authority = make_authority(tmp_path)
     pair, renewed = authority.issue("localhost"), authority.issue("localhost")
-    files = TlsFiles(certificate=str(pair.cert), private_key=str(pair.key))
+    files = pair.tls()
     address = await served(tls=files)
     trust = ssl.create_default_context(cafile=str(authority.ca.cert))
     status, _, _ = await asyncio.to_thread(get, f"https://{address}/metrics", None, trust)
@@ -170,10 +170,7 @@ async def test_tls_with_the_servers_certificate_and_its_renewal(served, tmp_path
 
 
 def mutual(authority, pair, **fields):
-    return {
-        "tls": TlsFiles(certificate=str(pair.cert), private_key=str(pair.key), **fields),
-        "metrics_client_ca": str(authority.ca.cert),
-    }
+    return {"tls": pair.tls(**fields), "metrics_client_ca": str(authority.ca.cert)}
 
 
 def as_client(authority, pair=None):
@@ -253,12 +250,8 @@ async def test_a_scrapers_certificate_can_be_taken_back(
     callers_ca, authority = make_authority(tmp_path), make_authority(folder(tmp_path, "scrapers"))
     lists = tmp_path / "crl.pem"
     lists.write_bytes(list_of(authority))
-    security = mutual(
-        authority,
-        authority.issue("localhost"),
-        client_ca=str(callers_ca.ca.cert),
-        client_crl=str(lists),
-    )
+    files = {"client_ca": callers_ca.ca.cert, "client_crl": lists}
+    security = mutual(authority, authority.issue("localhost"), **files)
     url = f"https://{await served(**security, open_metrics=open_metrics)}/metrics"
     pair = authority.issue("prometheus")
     context = as_client(authority, pair)
@@ -279,7 +272,7 @@ async def test_connections_that_say_nothing_hold_nobody_up(served, tmp_path, mon
     monkeypatch.setattr(metrics_port, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(metrics_port.Handler, "timeout", 0.5)
     pair = make_authority(tmp_path).issue("localhost")
-    files = TlsFiles(certificate=str(pair.cert), private_key=str(pair.key))
+    files = pair.tls()
     address = await served(tls=files if scheme == "https" else None)
     host, port = address.split(":")
     mute = [socket.create_connection((host, int(port)), 5) for _ in range(30)]
@@ -294,7 +287,7 @@ async def test_connections_that_say_nothing_hold_nobody_up(served, tmp_path, mon
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "example.org:1"])
 def test_beyond_loopback_it_needs_both_or_an_explicit_word(address, tokens, tmp_path):
     pair = make_authority(tmp_path).issue("localhost")
-    tls = TlsFiles(certificate=str(pair.cert), private_key=str(pair.key))
+    tls = pair.tls()
     for security in (
         SecurityConfig(),
         SecurityConfig(tls=tls),

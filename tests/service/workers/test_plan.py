@@ -11,14 +11,12 @@ from kestrel_engine.processes import Line
 from kestrel_grpc.settings.addresses import AddressError
 from kestrel_grpc.settings.configuration import (
     add_flags,
-    add_server_flags,
     configuration,
     print_configuration,
 )
 from kestrel_grpc.settings.flags import Parser, SettingsError
-from kestrel_grpc.settings.model import add_model_flags, runtime_config
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
-from kestrel_grpc.settings.server import ServerConfig, server_config
+from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import plan
@@ -26,14 +24,7 @@ from kestrel_grpc.workers.line import Alive, Failed, Ready, WorkerEnd, decode, s
 from kestrel_grpc.workers.plan import plan_workers, shared_addresses
 from kestrel_grpc.workers.port import HeldPorts
 from kestrel_grpc.workers.restarts import MOST_DELAY_S, WINDOW_S, Restarts
-
-
-def configs(*flags, **environ):
-    parser = Parser(prog="test")
-    add_model_flags(parser, environ)
-    add_server_flags(parser, environ)
-    args = parser.parse_args(flags)
-    return server_config(args), runtime_config(args)
+from tests.service.settings.test_settings import configs
 
 
 def workers(*flags, **environ):

@@ -16,7 +16,7 @@ from kestrel_grpc.security.identity import callers, revocation
 from kestrel_grpc.security.identity.principal import CertificateRevoked
 from kestrel_grpc.security.identity.revocation import RevocationLists
 from kestrel_grpc.security.identity.tls_files import TlsError
-from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
+from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.certificates import make_authority
 from tests.service.statuses import failure
 
@@ -56,12 +56,7 @@ def list_of(authority, *pairs, until=NOW + timedelta(days=1), extra=None, signer
 
 
 def security(server_pair, authority, lists, **fields):
-    tls = TlsFiles(
-        certificate=str(server_pair.cert),
-        private_key=str(server_pair.key),
-        client_ca=str(authority.ca.cert),
-        client_crl=str(lists),
-    )
+    tls = server_pair.tls(client_ca=authority.ca.cert, client_crl=lists)
     return {"security": SecurityConfig(tls=tls, **fields)}
 
 

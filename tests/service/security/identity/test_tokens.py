@@ -266,8 +266,7 @@ async def test_one_key_does_everything(serve):
 
 async def test_the_sdk_sends_its_token(serve, tokens, authority, server_pair):
     token = tokens.add("a")
-    tls = TlsFiles(certificate=str(server_pair.cert), private_key=str(server_pair.key))
-    served = await serve(listen="0.0.0.0:0", server_config=tokens.config(tls=tls))
+    served = await serve(listen="0.0.0.0:0", server_config=tokens.config(tls=server_pair.tls()))
     address = served.server.addresses[0].replace("0.0.0.0", "localhost")
     trusted = Tls(root_certificates=authority.ca.cert)
     async with AsyncKestrelClient(address, tls=trusted, token=token, timeout=60) as client:
@@ -284,11 +283,7 @@ async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pai
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
     with tokens.path.open("a") as file:
         file.write("seven infer cert:camera 7\nspiffe infer,high cert:spiffe://site/gate\n")
-    tls = TlsFiles(
-        certificate=str(server_pair.cert),
-        private_key=str(server_pair.key),
-        client_ca=str(authority.ca.cert),
-    )
+    tls = server_pair.tls(client_ca=authority.ca.cert)
     seven, stranger = authority.issue("camera 7", names=""), authority.issue("camera 8", names="")
     gate = authority.issue("whatever", names="URI:spiffe://site/gate")
 

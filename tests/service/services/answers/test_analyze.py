@@ -24,18 +24,6 @@ TASKS = {
         "segment": pb.SegmentTask(objects=["cat"], **GREEDY, mask_format=pb.MASK_FORMAT_RLE)
     },
 }
-METHODS = {
-    "query": ("Query", pb.QueryRequest(query=pb.QueryTask(question="what?", **GREEDY))),
-    "caption": ("Caption", pb.CaptionRequest(caption=pb.CaptionTask(**GREEDY))),
-    "point": ("Point", pb.PointRequest(point=pb.PointTask(objects=["cat"], max_objects=2))),
-    "detect": ("Detect", pb.DetectRequest(detect=pb.DetectTask(objects=["cat"], max_objects=2))),
-    "segment": (
-        "Segment",
-        pb.SegmentRequest(
-            segment=pb.SegmentTask(objects=["cat"], **GREEDY, mask_format=pb.MASK_FORMAT_RLE)
-        ),
-    ),
-}
 
 
 def request(*tasks, image=None, **options):
@@ -80,12 +68,11 @@ async def test_every_task_gives_what_its_method_gives(serve):
     served = await serve()
     reply = await served.vision.Analyze(request(*all_tasks(), request_id="mine"))
     assert [result.key for result in reply.results] == [f"my-{name}" for name in TASKS]
-    for result, (name, (method, alone)) in zip(reply.results, METHODS.items(), strict=True):
+    for result, (name, task) in zip(reply.results, TASKS.items(), strict=True):
         assert result.WhichOneof("outcome") == name
-        if name == "query":
-            alone.images.append(raw_image())
-        else:
-            alone.image.CopyFrom(raw_image())
+        method, image = name.title(), raw_image()
+        shown = {"images": [image]} if name == "query" else {"image": image}
+        alone = getattr(pb, f"{method}Request")(**shown, **task)
         outcome = getattr(result, name)
         assert plain(outcome) == plain(await getattr(served.vision, method)(alone))
         assert outcome.info.request_id == reply.info.request_id == "mine"
