@@ -1,4 +1,4 @@
-"""KestrelServer: serves models by gRPC and HTTP. Builds the parts of the server, and owns the order of start and stop.
+"""KestrelServer: serves models by gRPC and HTTP. Owns the order of start and stop of its parts (parts.py).
 
 Start: the server listens first, so that health checks get NOT_SERVING. Then it loads the models, one after the other,
 and then it accepts requests.
@@ -21,50 +21,31 @@ from typing import TYPE_CHECKING
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, clock
 
-from ..batches.running import BatchRunner
-from ..batches.store import BatchStore
-from ..edge.call_life import CallLife, InFlight
+from ..edge.call_life import CallLife
 from ..edge.methods import Methods
 from ..edge.request_streams import StreamKind
 from ..http.opening import open_http
-from ..http.services import HttpServices
 from ..images.request_images import RequestImages
 from ..images.shared.shared_images import SharedImages
-from ..images.store import ImageStore
-from ..images.upload import UploadRoom
 from ..kserve import service as kserve
 from ..logs.records import log_lifecycle
 from ..model_changes import LoadModel, ModelChanges
-from ..monitoring.audit import AuditLog
-from ..monitoring.call_records import CallRecords
-from ..security.admission.guard import Guard
-from ..security.budget_file import BudgetFile
 from ..security.files import exposures
 from ..security.identity.tls import server_credentials
 from ..security.listening import check_exposure
-from ..served_model import ServedModel, ServedModels, State
+from ..served_model import State
 from ..service_names import (
-    ADMIN_SERVICE,
-    IMAGE_SERVICE,
     KSERVE_METHODS,
-    KSERVE_SERVICE,
-    MODEL_SERVICE,
     VISION_METHODS,
-    VISION_SERVICE,
 )
-from ..services import health
 from ..services.admin import AdminService
 from ..services.answers.frames import FRAMES
-from ..services.image import ImageService
-from ..services.model import ModelService
-from ..services.vision import VisionService
 from ..settings.addresses import unix_path
 from ..settings.server import ServerConfig
 from ..settings.telemetry import with_http
 from ..telemetry.opening import Telemetry, open_telemetry
 from .grpc_ports import GrpcPorts, add_services
-from .interpreter import follow_heap
-from .open_files import FileWatch
+from .parts import ServerParts
 
 if TYPE_CHECKING:
     from ..http.port.listener import HttpListener
@@ -93,7 +74,7 @@ class _Opened:
     """None before all is open, and after the end."""
 
 
-class KestrelServer:
+class KestrelServer(ServerParts):
     """A server. Call ``start``, ``load`` and ``stop``, in this order, on one event loop."""
 
     def __init__(
@@ -107,39 +88,11 @@ class KestrelServer:
     ) -> None:
         """``runtime``, ``load_engine``: the default model. ``others``: the models besides it. ``load_model`` loads
         these, and models that come later. Raises TokenFileError, ConfigError."""
-        self._config = config
+        super().__init__(config, (runtime, *others), self._tcp_ports)
         self._load_engine = load_engine
-        self.served = ServedModels(ServedModel(runtime), *map(ServedModel, others))
         self.load_seconds = 0.0
-        self.images = ImageStore(config.image_store_bytes)
-        """The images stored for later requests."""
-        self.uploads = UploadRoom(max(config.image_store_bytes, runtime.image_limits.max_bytes))
-        audit = None
-        if config.audit_log is not None:
-            audit = AuditLog(config.audit_log, config.telemetry.worker)
-        self.guard = Guard(
-            *(config.security, config.max_message_bytes, self.served.check_room, self._tcp_ports),
-            check_audit=None if audit is None else audit.check,
-        )
-        self.records = CallRecords(config, self.served, audit)
-        self._budget_file = None
-        if (path := config.security.calls.token_budget_file) is not None:
-            self._budget_file = BudgetFile(path, self.guard.budgets, config.telemetry.worker)
         self.telemetry: Telemetry | None = None
         """Set by ``start``: receives events of calls, and must be the engine's observer. None without telemetry."""
-        self.in_flight = InFlight()
-        batches = config.batches
-        self.batches: BatchRunner | None = None
-        """None if the server takes no batches."""
-        if batches.path is not None:
-            self.batches = BatchRunner(BatchStore(batches), batches.at_once)
-        self._files = files = FileWatch()
-        self._health = health.Health(
-            self.served,
-            lambda: files.is_crowded,
-            following=(VISION_SERVICE, IMAGE_SERVICE, KSERVE_SERVICE),
-            others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
-        )
         self.models = ModelChanges(
             self.served,
             load_model,
@@ -225,15 +178,7 @@ class KestrelServer:
             await ports.open(config.listen)
         if config.front_listen is not None:
             await ports.open((config.front_listen,), front=True)
-        beside = (
-            self._files.follow(self._health.update),
-            follow_heap(self.guard.take_freed_bytes),
-            self.guard.connections.run(),
-            *(() if self.records.usage is None else (self.records.usage.run(),)),
-            *(() if self._budget_file is None else (self._budget_file.run(),)),
-            *(() if self.batches is None else (self.batches.run(),)),
-        )
-        self._opened.beside += [asyncio.create_task(each) for each in beside]
+        self._opened.beside += [asyncio.create_task(each.run()) for each in self._side_tasks]
         self._opened.started_at = clock.now()
 
     def _open_telemetry(self) -> Telemetry | None:
@@ -245,22 +190,6 @@ class KestrelServer:
             is_ready=lambda: self.served.state is State.READY,
             ended=self.ended_connections,
             usage=self.records.usage,
-        )
-
-    def _services(self, images: RequestImages) -> HttpServices:
-        config, served = self._config, self.served
-        vision = VisionService(served, images, config.max_message_bytes)
-        return HttpServices(
-            vision,
-            ImageService(served, images, self.uploads, config.upload_idle_s),
-            ModelService(
-                served,
-                self.records.load_meter,
-                max_message_bytes=config.max_message_bytes,
-                image_store_bytes=config.image_store_bytes,
-            ),
-            kserve.InferenceService(served, vision, self.records.statistics),
-            served,
         )
 
     def _admin_service(self) -> AdminService:
@@ -355,12 +284,9 @@ class KestrelServer:
         if opened is not None:
             await opened.ports.close()
         await self.records.capture.stop()
-        if self.records.usage is not None:
-            await self.records.usage.write()
-        if self._budget_file is not None:
-            await self._budget_file.save()
-        if self.batches is not None:
-            await self.batches.close()
+        for beside in self._side_tasks:
+            if beside.end is not None:
+                await beside.end()
         if opened is not None and opened.shared_images is not None:
             await opened.shared_images.close()
         if self.telemetry is not None:
