@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 import re
 import sqlite3
 import uuid
@@ -24,6 +23,7 @@ from kestrel_engine import ConfigError, EngineOverloaded, InvalidRequest, Quota,
 from ..edge.failures.errors import StoredNotFound
 from ..security.identity.principal import Principal, Scope
 from ..settings.batches import BatchesConfig
+from .database import open_database
 from .requests import read_requests
 
 MOST_OPEN, MOST_FILES = 16, 1000
@@ -37,24 +37,6 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _LIMITS = ("weight", "minute_tokens", "day_tokens")
 _COLUMNS = {"files": "rowid, id, bytes, batch_id, succeeded", "batches": "id, ended_at"}
 _T = TypeVar("_T")
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS files (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, content BLOB, batch_id TEXT, succeeded INTEGER);
-CREATE INDEX IF NOT EXISTS files_of ON files (owner, created_at);
-CREATE TABLE IF NOT EXISTS batches (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, caller TEXT NOT NULL, status TEXT NOT NULL, endpoint TEXT NOT NULL,
-    input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, metadata TEXT NOT NULL, errors TEXT,
-    created_at INTEGER NOT NULL, ended_at INTEGER, expires_at INTEGER NOT NULL, kept_until INTEGER NOT NULL,
-    bytes INTEGER NOT NULL, total INTEGER NOT NULL,
-    completed INTEGER NOT NULL, failed INTEGER NOT NULL, output_file_id TEXT, error_file_id TEXT);
-CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, created_at);
-CREATE TABLE IF NOT EXISTS requests (
-    batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB, line BLOB, succeeded INTEGER,
-    PRIMARY KEY (batch_id, number)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS waiting ON requests (batch_id, number) WHERE line IS NULL;
-"""
 
 
 class Waiting(NamedTuple):
@@ -87,7 +69,7 @@ class BatchStore:
         self._config = config
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-batches")
         try:
-            self._db = self._thread.submit(_opened, config.path).result()
+            self._db = self._thread.submit(open_database, config.path).result()
         except (sqlite3.Error, OSError) as error:
             self._thread.shutdown()
             raise ConfigError("batches", config.path, f"cannot be used: {error}") from None
@@ -399,17 +381,6 @@ class BatchStore:
             "error_file_id = ? WHERE id = ?",
             (status, int(clock.wall()), *files, batch_id),
         )
-
-
-def _opened(path: str) -> sqlite3.Connection:
-    """Raises OSError, and sqlite3.Error, also if another process has the file open."""
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # It holds what callers have sent.
-    db = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
-    db.row_factory = sqlite3.Row
-    for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
-        db.execute(f"PRAGMA {pragma}")
-    db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-    return db
 
 
 def _caller(owner: Principal) -> str:

@@ -1,0 +1,35 @@
+"""The SQLite file of batches: its tables, and how one process has it alone."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, content BLOB, batch_id TEXT, succeeded INTEGER);
+CREATE INDEX IF NOT EXISTS files_of ON files (owner, created_at);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, caller TEXT NOT NULL, status TEXT NOT NULL, endpoint TEXT NOT NULL,
+    input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, metadata TEXT NOT NULL, errors TEXT,
+    created_at INTEGER NOT NULL, ended_at INTEGER, expires_at INTEGER NOT NULL, kept_until INTEGER NOT NULL,
+    bytes INTEGER NOT NULL, total INTEGER NOT NULL,
+    completed INTEGER NOT NULL, failed INTEGER NOT NULL, output_file_id TEXT, error_file_id TEXT);
+CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, created_at);
+CREATE TABLE IF NOT EXISTS requests (
+    batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB, line BLOB, succeeded INTEGER,
+    PRIMARY KEY (batch_id, number)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS waiting ON requests (batch_id, number) WHERE line IS NULL;
+"""
+
+
+def open_database(path: str) -> sqlite3.Connection:
+    """Raises OSError, and sqlite3.Error, also if another process has the file open."""
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # It holds what callers have sent.
+    db = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
+    db.row_factory = sqlite3.Row
+    for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+        db.execute(f"PRAGMA {pragma}")
+    db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+    return db
