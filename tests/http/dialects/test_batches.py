@@ -69,8 +69,15 @@ async def lines(client: Any, file_id: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-async def test_a_batch_answers_as_its_path_does(http, tmp_path):
-    _, client = await http(server_config=kept_in(tmp_path))
+async def test_a_batch_answers_as_its_path_does(http, tmp_path, monkeypatch):
+    served, client = await http(server_config=kept_in(tmp_path))
+    start, priorities = served.engine.start, []
+
+    async def noted(request):
+        priorities.append(request.priority)
+        return await start(request)
+
+    monkeypatch.setattr(served.engine, "start", noted)
     bodies = [question(f"What {number}?") for number in range(12)]
     wrong = [question("Why?", stream=True), question("Why?", tools=[{}])]
     batch = await created(client, lines_of(*bodies, *wrong))
@@ -78,6 +85,7 @@ async def test_a_batch_answers_as_its_path_does(http, tmp_path):
     batch = await ended(client, batch["id"])
     assert batch["status"] == "completed" and batch["completed_at"] >= batch["created_at"]
     assert batch["request_counts"] == {"total": 14, "completed": 12, "failed": 2}
+    assert priorities == ["low"] * 12
     found = await lines(client, batch["output_file_id"])
     assert [each["custom_id"] for each in found] == [f"row-{number}" for number in range(12)]
     for each, body in zip(found, bodies, strict=True):

@@ -123,6 +123,8 @@ def test_responses(endpoint: str, tmp_path: Path):
     count, boxes = batch["texts"]
     assert batch["counts"] == [2, 0] and count == "0" and len(json.loads(boxes)) == 2
     assert batch["batches"] == [True] and batch["files"] == 2
+    [line] = example(tmp_path, endpoint, "client.batches", [python]).splitlines()
+    assert json.loads(line)["response"]["status_code"] == 200
     assert batch["deleted"] and batch["gone"] == "stored_not_found"
 
 
