@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import struct
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +23,7 @@ from ..traffic.random_images import jpeg
 from .echo_server import STREAM, UNARY
 from .servers import Pace
 
+_HTTP = "http://"
 CALLERS_A_CLIENT = 16
 """Callers of one client process. So few callers do not limit the measured rates."""
 
@@ -59,12 +63,16 @@ def _client(pipe: Connection) -> None:
         channels: dict[str, grpc.aio.Channel] = {}
         while (order := await asyncio.to_thread(pipe.recv)) is not None:
             kind, address, request, share = order
-            if address not in channels:
+            if address not in channels and not address.startswith(_HTTP):
                 channels[address] = grpc.aio.insecure_channel(address)
                 await channels[address].channel_ready()
-            channel: Any = channels[address]
+            channel: Any = channels.get(address)
             if kind == "streams":
-                stream = channel.unary_stream(STREAM)
+                stream = (
+                    functools.partial(_by_connect, address)
+                    if channel is None
+                    else channel.unary_stream(STREAM)
+                )
                 pipe.send(await asyncio.gather(*(read(stream, request) for _ in range(share))))
             else:
                 pipe.send(await ask(channel.unary_unary(UNARY), request, share))
@@ -72,6 +80,28 @@ def _client(pipe: Connection) -> None:
             await channel.close()
 
     asyncio.run(main())
+
+
+async def _by_connect(address: str, request: bytes) -> AsyncIterator[bytes]:
+    """The messages of a stream by the Connect protocol, read without a library: ``address`` begins with http://."""
+    host, _, port = address.removeprefix(_HTTP).rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = struct.pack(">BI", 0, len(request)) + request
+    head = f"POST {STREAM} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n"
+    writer.write(f"{head}content-type: application/connect+proto\r\n\r\n".encode() + body)
+    status = await reader.readuntil(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 200 "), status
+    flags, arrived = 0, bytearray()
+    while not flags:
+        size = int(await reader.readuntil(b"\r\n"), 16)
+        arrived += (await reader.readexactly(size + 2))[:size]
+        while len(arrived) >= 5 and len(arrived) >= (end := 5 + int.from_bytes(arrived[1:5])):
+            flags, message = arrived[0], bytes(arrived[5:end])
+            del arrived[:end]
+            if not flags:
+                yield message
+    assert message == b"{}", message
+    writer.close()
 
 
 class Callers:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
 
@@ -22,6 +22,7 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_grpc.logs.records import set_up_logging
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 
@@ -64,9 +65,10 @@ def run_server(pipe: Connection, load: Load) -> None:
     asyncio.run(main())
 
 
-def run_canned(pipe: Connection, load: Load, watched: bool) -> None:
+def run_canned(pipe: Connection, load: Load, watched: bool, http: bool = False) -> None:
     """Runs the server with a CannedEngine. ``watched``: whether all optional monitoring is on: the access log in JSON,
-    metrics, unsampled traces, load in trailers."""
+    metrics, unsampled traces, load in trailers. ``http``: whether it has an HTTP port, whose address follows the other
+    one after a comma."""
 
     async def main() -> None:
         config = _config(load)
@@ -80,11 +82,14 @@ def run_canned(pipe: Connection, load: Load, watched: bool) -> None:
             )
             return cast(InferenceEngine, engine)
 
-        server = KestrelServer(_server_config(watched), config, load_engine)
+        served = _server_config(watched)
+        if http:
+            served = replace(served, http=HttpConfig(http_listen=served.listen))
+        server = KestrelServer(served, config, load_engine)
         await server.start()
         await server.load()
         gc.freeze()
-        pipe.send(server.addresses[0])
+        pipe.send(",".join((server.addresses[0], *server.http_addresses)))
         await _answer(pipe, engine)
         await server.stop(grace_s=0)
 

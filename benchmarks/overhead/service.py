@@ -101,6 +101,38 @@ def measure_streams(
     _report_sides(report, sides, title, "a streamed token", STREAM_LIMIT_US)
 
 
+def measure_wires(report: Report, load: Load, rounds: int) -> None:
+    """Compares the streams of ``load`` by gRPC and by Connect, of one server, in turn."""
+    rates: dict[str, list[float]] = {"gRPC": [], "Connect": []}
+    costs: dict[str, list[float]] = {"gRPC": [], "Connect": []}
+    with Callers(load.streams) as callers, _Processes() as processes:
+        side = processes.add("both", run_canned, load, False, True)
+        grpc, http = side.address.split(",")
+        for number in range(rounds + 1):
+            for name, address in (("gRPC", grpc), ("Connect", f"http://{http}")):
+                heard = callers.read_streams(address, load.tokens)
+                assert {max(map(tokens_of, each.messages)) for each in heard} == {load.tokens}
+                seconds = max(each.times[-1] for each in heard) - min(
+                    each.times[0] for each in heard
+                )
+                window = side.ask("window")
+                own = window.cpu_s - window.by_thread[_ENGINE]
+                if number:  # The first round warms up.
+                    rates[name].append(load.tokens * load.streams / seconds)
+                    costs[name].append(1e6 * own / (window.steps * load.streams))
+    for name, seen in rates.items():
+        row: Row = {
+            "tokens/s": statistics.median(seen),
+            "least": min(seen),
+            "most": max(seen),
+            "us of CPU": statistics.median(costs[name]),
+            "of": name,
+        }
+        report.add(f"service alone: {load.streams} streams by each wire", row)
+    ratio = statistics.median(b / a for a, b in zip(*rates.values(), strict=True))
+    report.bar("tokens/s by Connect, of gRPC's", ratio, 0.9, at_least=True)
+
+
 def measure_unary(
     report: Report,
     load: Load,

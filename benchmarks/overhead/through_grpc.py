@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         if args.of != "engine":
             servers = {"as it is": False} if args.quick else overhead_service.SERVERS
             overhead_service.measure_streams(report, load, args.rounds, servers)
+            overhead_service.measure_wires(report, load, args.rounds)
             paces = (pace, Pace(load.streams, calls, 0.0))
             overhead_service.measure_unary(report, load, paces, args.rounds, servers)
         if args.of != "service":

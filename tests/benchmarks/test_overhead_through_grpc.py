@@ -12,8 +12,11 @@ def test_it_tells_service_engine_and_echo_apart(tmp_path):
     path = tmp_path / "report.json"
     through_grpc.main(["--quick", "--json", str(path)])
     report = json.loads(path.read_text())
-    service, engine = list(report["tables"].values())[:5], list(report["tables"].values())[5:]
-    for rows in service:
+    streams, wires, *left = report["tables"].values()
+    calls, engine = left[:4], left[4:]
+    assert [row["of"] for row in wires] == ["gRPC", "Connect"]
+    assert all(row["us of CPU"] > 0 < row["tokens/s"] for row in wires)
+    for rows in (streams, *calls):
         server, echo, *others = rows
         assert server["of"] == "as it is" and echo["of"] == "echo"
         assert server["us of CPU"] > server["its engine"] > 0
@@ -33,4 +36,4 @@ def test_it_tells_service_engine_and_echo_apart(tmp_path):
     assert tokens["server"] > 0 and tokens["echo"] > 0
     assert [row["of"] for row in unary] == ["engine alone", "server", "echo"]
     limits = [bar["limit"] for bar in report["bars"]]
-    assert limits == [15.0, *4 * [150.0], 15.0, 0.9, 150.0]
+    assert limits == [15.0, 0.9, *4 * [150.0], 15.0, 0.9, 150.0]
