@@ -37,6 +37,7 @@ from .dialects import (
 from .edge import Endpoint, HttpEdge
 from .files import page_routes
 from .metrics import metrics
+from .openapi import document_of
 from .refusals import error_body
 from .services import HttpServices
 
@@ -112,6 +113,7 @@ def application(
         Route("/healthz", _health(served), methods=["GET"]),
         Route("/health", _health(served), methods=["GET"]),
         Route("/metrics", metrics(guard, telemetry), methods=["GET"]),
+        Route("/openapi.json", document_of(paths), methods=["GET"]),
         *page_routes(),
     ]
     app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})

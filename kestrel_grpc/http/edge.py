@@ -26,6 +26,7 @@ from .context import HttpContext, Receive, Scope, Send
 from .fetching import Addresses, ImageFetcher
 from .fields import Fields, json_fields
 from .forms import JSON, SSE, ByteResponse, Form
+from .known_fields import KnownFields
 from .refusals import Rename
 
 INLINE_BYTES = 256 * 1024
@@ -58,6 +59,8 @@ class Endpoint:
     read: Callable[..., ServiceCall]
     """Reads the fields of a JSON object; with ``is_raw``, the request's scope and body."""
     is_raw: bool = False
+    fields: KnownFields | None = None
+    """The fields that ``read`` knows, for the description of the port."""
     takes_body: bool = True
     pulls: bool = False
     """Whether ``read`` gets an Arriving in place of the body, and returns an iterator over its messages."""

@@ -44,7 +44,7 @@ def endpoints(
 
     return {
         ("POST", "/v1/completions"): Endpoint(
-            f"{VISION_METHODS}Query", complete, caps_max_tokens=True
+            f"{VISION_METHODS}Query", complete, fields=COMPLETIONS, caps_max_tokens=True
         )
     }
 

@@ -49,7 +49,6 @@ _INLINE_BYTES = 4096
 """A thread reads a larger body: JSON is read in Python, and a compressed body may become 32 times larger."""
 _PARAMETERS = frozenset({"connect", "encoding", "message", "base64", "compression"})
 """Of a GET. The protocol lets others stand beside them."""
-_MOST_PARAMETERS = 20
 _QUERY_BYTES = 64 * 1024
 """Limit on the message of a GET, decompressed. A request's target has 8,000 bytes at most."""
 _STANDARD = bytes.maketrans(b"-_", b"+/")
@@ -256,15 +255,7 @@ def _is_gzip(headers: dict[bytes, bytes], encoding: bytes) -> bool:
 def _queried(query: bytes) -> tuple[_Codec, bytes, bool]:
     """The codec and the message of a GET, and whether it is compressed. Raises InvalidRequest, NotServed,
     UnsupportedBody."""
-    try:
-        pairs = parse_qsl(
-            query.decode("latin-1"),
-            keep_blank_values=True,
-            encoding="latin-1",
-            max_num_fields=_MOST_PARAMETERS,
-        )
-    except ValueError:
-        raise InvalidRequest("", f"the query has more than {_MOST_PARAMETERS} parameters") from None
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, encoding="latin-1")
     known = [(name, value) for name, value in pairs if name in _PARAMETERS]
     values = dict(known)
     if len(values) < len(known):

@@ -143,10 +143,10 @@ def endpoints(
     form = _Errors()
     return {
         ("POST", "/v1/messages"): Endpoint(
-            f"{VISION_METHODS}Query", answer, form=form, caps_max_tokens=True
+            f"{VISION_METHODS}Query", answer, fields=MESSAGES, form=form, caps_max_tokens=True
         ),
         ("POST", "/v1/messages/count_tokens"): Endpoint(
-            f"{VISION_METHODS}CountTokens", counted, form=form
+            f"{VISION_METHODS}CountTokens", counted, fields=_COUNTED, form=form
         ),
     }
 

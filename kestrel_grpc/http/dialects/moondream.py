@@ -75,7 +75,8 @@ def endpoints(
             MOONDREAM[skill].check(fields)
             return _call(skill, fields, service, served())
 
-        return Endpoint(f"{VISION_METHODS}{skill.title()}", read, caps_max_tokens=True)
+        method, known = f"{VISION_METHODS}{skill.title()}", MOONDREAM[skill]
+        return Endpoint(method, read, fields=known, caps_max_tokens=True)
 
     return {("POST", f"/v1/{skill}"): endpoint(skill) for skill in _READERS}
 

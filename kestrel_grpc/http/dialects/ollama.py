@@ -106,8 +106,12 @@ def endpoints(
         return ServiceCall(request, models.GetModel, lambda response: _SHOW)
 
     return {
-        ("POST", "/api/generate"): Endpoint(_QUERY, generate, form=FORM, caps_max_tokens=True),
-        ("POST", "/api/chat"): Endpoint(_QUERY, chat, form=FORM, caps_max_tokens=True),
+        ("POST", "/api/generate"): Endpoint(
+            _QUERY, generate, fields=GENERATE, form=FORM, caps_max_tokens=True
+        ),
+        ("POST", "/api/chat"): Endpoint(
+            _QUERY, chat, fields=OLLAMA_CHAT, form=FORM, caps_max_tokens=True
+        ),
         ("GET", "/api/tags"): listing(models, _tags, FORM),
         ("GET", "/api/ps"): listing(models, _loaded_tags, FORM),
         ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, form=FORM),

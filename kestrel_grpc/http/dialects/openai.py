@@ -52,7 +52,7 @@ def endpoints(
 
     return {
         ("POST", "/v1/chat/completions"): Endpoint(
-            f"{VISION_METHODS}Query", chat, caps_max_tokens=True
+            f"{VISION_METHODS}Query", chat, fields=CHAT, caps_max_tokens=True
         ),
         ("GET", "/v1/models"): listing(models, _models_json),
         ("GET", "/v1/models/{model:path}"): Endpoint(

@@ -141,9 +141,11 @@ def endpoints(
 
     return {
         ("POST", "/v1/responses"): Endpoint(
-            f"{VISION_METHODS}Query", respond, caps_max_tokens=True
+            f"{VISION_METHODS}Query", respond, fields=RESPONSES, caps_max_tokens=True
         ),
-        ("POST", "/v1/responses/input_tokens"): Endpoint(f"{VISION_METHODS}CountTokens", counted),
+        ("POST", "/v1/responses/input_tokens"): Endpoint(
+            f"{VISION_METHODS}CountTokens", counted, fields=_COUNTED
+        ),
     }
 
 
