@@ -243,7 +243,7 @@ async def test_refined_outlines_equal_merged_weights(
         found = []
         async with await InferenceEngine.create(config) as engine:
             for adapter in adapters:
-                settings = {"temperature": 0.0, "adapter": adapter}
+                settings = {"temperature": 0.0, "adapter": adapter, "max_tokens": 30}
                 sample = opened.files[0].parent / "sample.jpg"
                 result = await engine.segment(sample, "blue star", settings=settings)
                 found.append(result.output["segments"][0])

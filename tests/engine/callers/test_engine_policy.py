@@ -3,7 +3,6 @@ shutdown."""
 
 import asyncio
 import dataclasses
-import subprocess
 import sys
 
 import pytest
@@ -22,6 +21,7 @@ from kestrel_engine.adapters.library import Lease
 from kestrel_engine.types.adapter import Adapter
 from tests.engine.fakes import GREEDY, Gate, SlowImage, fake_build, never_ends
 from tests.fake_runtime import FakeRuntime
+from tests.forking.process import run_forked
 from tests.waiting import until
 
 
@@ -226,7 +226,5 @@ async def main():
 
 asyncio.run(main())
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    ended = run_forked([sys.executable, "-c", program], text=True)
     assert (ended.returncode, ended.stdout) == (3, "closed\n"), ended.stderr

@@ -183,6 +183,7 @@ def test_a_setting_beyond_the_model_is_told():
 @pytest.mark.parametrize(("available", "status"), [(1, "fail"), (7.5, "warn"), (64, "ok")])
 def test_memory_of_the_processor(available, status, monkeypatch):
     monkeypatch.setattr(memory, "host_available", lambda: int(available * GIB))
+    monkeypatch.setattr(model, "_speed", lambda dtype: (100e9, 10e9))
     config = RuntimeConfig(model="moondream2", random_weights=True, device="cpu")
     assert found(check_model(config))["memory"].status == status
 

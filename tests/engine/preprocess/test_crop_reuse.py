@@ -79,6 +79,7 @@ def test_the_runtime_reuses_features_bit_for_bit(family):
     assert len(runtime.crops) == 1
 
 
+@pytest.mark.slow_with("moondream2")
 @pytest.mark.parametrize("family", ["moondream2", "moondream3"])
 @torch.inference_mode()
 def test_the_gpu_runtime_reuses_features_bit_for_bit(family):

@@ -30,7 +30,7 @@ from tests.engine.runtime.gpu.test_gpu_runtime import (
 # What numpy, as the interpreter, says of numbers that are not finite.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.slow_with("gpu moondream2"),
+    pytest.mark.slow_with("gpu moondream2", "torch moondream2"),
 ]
 
 BAD = 77
