@@ -7,6 +7,7 @@ Such a weight has a tensor of scales beside it. The weight's dtype and dimension
 - uint8 [N, K / 2], scales [N, K / g, 2]: 4-bit numbers q in groups of g along K, each with a scale and a zero point:
   W = (q - zero) * scale. The high nibbles of g bytes are one group, their low nibbles the next one, so weights can be
   joined along both dimensions. The scales keep the dtype that the file has.
+- uint8 [N, 1, K / 2], scales [N, K / g, 2] bfloat16: the third form, for the products of `few_rows`.
 - uint8 [N / b, K, b / 2], scales [K / g, N, 2] bfloat16: the same numbers in the order of torch's product for CPUs,
   which depends on the processor. W = (q - 8) * scale + offset.
 
@@ -22,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import few_rows
+
 FEW_ROWS = 16
 """The most rows for which a CPU's product reads the weight in 4 or 8 bits. With more rows, widening it costs less."""
 CPU_ROWS, CPU_GROUPS = 64, (32, 64, 128, 256)
@@ -33,13 +36,19 @@ GROUP = 128
 def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     """Returns ``x @ W.T + bias`` [..., N] in x's dtype, for ``x`` [..., K] and a weight of any form.
 
-    A weight in one of the forms for CPUs and few rows are multiplied in bfloat16, with sums in float32; a float32 x is
-    rounded for it. All other products widen the weight to x's dtype.
+    On a CPU, `few_rows` computes the products of few rows if it can. Otherwise a weight in one of the forms for CPUs
+    and few rows are multiplied in bfloat16, with sums in float32; a float32 x is rounded for it. All other products
+    widen the weight to x's dtype.
     """
+    rows = x.numel() // x.shape[-1]
+    if rows <= FEW_ROWS and weight.device.type == "cpu":
+        y = _few(x.reshape(rows, -1), weight, scales)
+        if y is not None:
+            y = y if bias is None else y.add_(bias)
+            return y.to(x.dtype).view(*x.shape[:-1], -1)
     if scales is None:
         return F.linear(x, weight, bias)
-    rows = x.numel() // x.shape[-1]
-    if not _is_of_cpus(weight) or (rows > FEW_ROWS and _widens(x.dtype)):
+    if not _is_of_torch(weight) or (rows > FEW_ROWS and _widens(x.dtype)):
         return F.linear(x, widened(weight, scales, x.dtype), bias)
     narrow = x.reshape(rows, -1).to(torch.bfloat16)
     if weight.dtype == torch.int8:
@@ -52,8 +61,29 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
     return y if bias is None else y.add_(bias)
 
 
-def _is_of_cpus(weight: Tensor) -> bool:
-    return weight.dtype == torch.int8 or (weight.dtype == torch.uint8 and weight.dim() == 3)
+def _few(x: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor | None:
+    """Returns ``x @ W.T`` [rows, N] in float32 for ``x`` [rows, K], or None if torch's product is to be used."""
+    if weight.dtype == torch.bfloat16 == x.dtype:
+        form: few_rows.Form = "bf16"
+        if len(x) > few_rows.MOST_ROWS[form]:
+            return None
+    elif weight.dtype == torch.int8:
+        form = "int8"
+    elif weight.dtype == torch.uint8 and weight.dim() == 3 and weight.shape[1] == 1:
+        form = "int4"
+    else:
+        return None
+    if weight.numel() < few_rows.SMALL or torch.is_grad_enabled() or not few_rows.available():
+        return None
+    group = few_rows.group_of(form, weight, scales)
+    return None if group is None else few_rows.product(form, x, weight, scales, group)
+
+
+def _is_of_torch(weight: Tensor) -> bool:
+    """Whether torch has a product for the form."""
+    return weight.dtype == torch.int8 or (
+        weight.dtype == torch.uint8 and weight.dim() == 3 and weight.shape[1] > 1
+    )
 
 
 def _widens(dtype: torch.dtype) -> bool:
@@ -65,6 +95,8 @@ def widened(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values [N, K] of a matrix in any of the forms. Each is computed in float32 and rounded once."""
     if weight.dtype != torch.uint8:
         return (weight.float() * scales.float().unsqueeze(-1)).to(dtype)
+    if weight.dim() == 3 and weight.shape[1] == 1:
+        weight = weight.squeeze(1)
     if weight.dim() == 2:
         groups = scales.shape[-2]
         pairs = weight.view(len(weight), groups // 2, -1)
@@ -106,9 +138,16 @@ def _packed(q: Tensor) -> Tensor:
 
 
 def pack_for_cpu(tensors: dict[str, Tensor]) -> None:
-    """Replaces 4-bit weights by the form of torch's product for CPUs, one after the other, where it can take them."""
+    """Gives 4-bit weights the form of a product for CPUs, one after the other, where one can take them.
+
+    `few_rows` reads them as they are, with scales in bfloat16. torch's product has a form of its own.
+    """
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.uint8]:
         weight, scales = tensors[name], tensors[scale_of(name)]
+        narrow = scales.bfloat16()
+        if few_rows.available() and few_rows.group_of("int4", weight, narrow):
+            tensors[name], tensors[scale_of(name)] = weight.unsqueeze(-2), narrow
+            continue
         n, columns = weight.shape[-2:]
         groups = scales.shape[-2]
         if n % CPU_ROWS or 2 * columns // groups not in CPU_GROUPS:

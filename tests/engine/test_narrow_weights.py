@@ -13,6 +13,7 @@ from kestrel_engine.building import factory
 from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.checkpoint.weights.int4 import Order
+from kestrel_engine.models import few_rows
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.weight_only import pack_for_cpu
 from kestrel_engine.sizing import GIB, fit
@@ -70,8 +71,9 @@ def text_logits(model):
 
 @pytest.mark.slow_with("md2")
 @torch.inference_mode()
-def test_torchs_own_product_of_four_bits_is_near_the_widened_weights(folders):
+def test_torchs_own_product_of_four_bits_is_near_the_widened_weights(folders, monkeypatch):
     """Rounding x and scales to bfloat16 moves the logits by less than 2 % of their norm; many rows stay in float32."""
+    monkeypatch.setattr(few_rows, "available", lambda: False)
     four, wide = [
         load_weights(
             open_model(RuntimeConfig(model_path=folder)),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kestrel_engine.models import few_rows
 from kestrel_engine.models.weight_only import (
     FEW_ROWS,
     pack_for_cpu,
@@ -12,6 +13,12 @@ from kestrel_engine.models.weight_only import (
     to_groups,
     widened,
 )
+
+
+@pytest.fixture(autouse=True)
+def torchs_products(monkeypatch):
+    """test_few_rows.py has the other ones."""
+    monkeypatch.setattr(few_rows, "available", lambda: False)
 
 
 def numbers(n, k, group, *outer):

@@ -1,0 +1,474 @@
+"""Products of few rows on a CPU at the speed of its memory, compiled by LLVM for the processor at hand.
+
+Such a product reads each weight once, so its time is that of the read. torch's products of one row reach a third to a
+half of the rate at which two cores read memory. These functions are written in LLVM's intermediate language through
+llvmlite, which brings the compiler along: a user needs none. They run on torch's own threads, by `GOMP_parallel` of the
+OpenMP library that torch has loaded.
+
+The forms of a weight [N, K] are ``bf16``, ``int8`` and ``int4``: `weight_only` says what they hold. With the last two,
+a row of ``x`` is rounded to int8 in groups along K, each with its own scale, as llama.cpp's products do. Sums within a
+group are whole numbers, so a row's result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+Form = Literal["bf16", "int8", "int4"]
+
+MOST_ROWS = {"bf16": 4, "int8": 8, "int4": 8}
+"""The rows of one call. With more rows in bfloat16, torch is as fast."""
+SMALL = 1 << 18
+"""Bytes or numbers of a weight below which torch's product costs no more time."""
+_LANES = 16
+"""Numbers of 32 bits in a vector."""
+_GROUPS = (128, 64)
+"""Of ``x`` beside int8: the first that divides K. Beside int4, the weight's own groups are used."""
+_ARGUMENTS = ("weight", "scales", "x", "rounded", "steps", "sums", "y", "n", "k", "threads")
+"""Of a compiled function, as a structure of whole numbers: pointers, sizes, and how many threads share the work."""
+
+
+def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:
+    """Returns the group of ``x`` for a weight, or None if the weight can't be multiplied here."""
+    k = weight.shape[-1] * (2 if form == "int4" else 1)
+    if form == "bf16":
+        return 32 if k % 32 == 0 else None
+    if form == "int8":
+        fast = _int8_width(_features())
+        return next((group for group in _GROUPS if fast and k % group == 0), None)
+    assert scales is not None
+    group = k // scales.shape[-2]
+    fits = group % 64 == 0 and k % (_LANES * group) == 0 and scales.dtype == torch.bfloat16
+    return group if fits else None
+
+
+def product(form: Form, x: Tensor, weight: Tensor, scales: Tensor | None, group: int) -> Tensor:
+    """Returns ``x @ W.T`` [rows, N] in float32, for at most 16 rows of ``x`` [rows, K] in bfloat16.
+
+    ``group``: what `group_of` returned. `available` must have returned True.
+    """
+    rows, k, n = len(x), x.shape[-1], len(weight)
+    y = x.new_empty(rows, n, dtype=torch.float32)
+    x = x.contiguous() if form == "bf16" else x.float()
+    most = MOST_ROWS[form]
+    for first in range(0, rows, most):
+        some = x[first : first + most]
+        compiled_rows = 1 << (len(some) - 1).bit_length()
+        if compiled_rows > len(some):
+            some = torch.cat([some, some.new_zeros(compiled_rows - len(some), k)])
+        out = y[first : first + most]
+        into = out if len(out) == compiled_rows else y.new_empty(compiled_rows, n)
+        rounded = x.new_empty(compiled_rows, k, dtype=torch.int8)
+        steps = y.new_empty(2, compiled_rows, k // group + 1)
+        values = (
+            weight.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            some.data_ptr(),
+            rounded.data_ptr(),
+            steps[0].data_ptr(),
+            steps[1].data_ptr(),
+            into.data_ptr(),
+            n,
+            k,
+            torch.get_num_threads(),
+        )
+        _compiled(form, compiled_rows, group)((ctypes.c_int64 * len(values))(*values))
+        if into is not out:
+            out.copy_(into[: len(out)])
+    return y
+
+
+@cache
+def available() -> bool:
+    """Whether the functions work here: llvmlite and torch's threads are found, and a small product is right."""
+    if platform.machine() not in ("x86_64", "AMD64") or _openmp() is None:
+        return False
+    try:
+        if not _features().get("avx2"):
+            return False
+        x, weight = torch.randn(1, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+        y = product("bf16", x, weight, None, 32)
+    except (ImportError, OSError, RuntimeError) as error:
+        _log.info("products of few rows are torch's: %s", error)
+        return False
+    return torch.allclose(y, x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
+
+
+@cache
+def _features() -> Mapping[str, bool]:
+    from llvmlite import binding
+
+    return dict(binding.get_host_cpu_features())
+
+
+@cache
+def _openmp() -> str | None:
+    """The path of the OpenMP library that this process has loaded with torch, if it has GNU's interface."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
+    paths = [
+        path for path in sorted(loaded) if "gomp" in Path(path).name or "omp5" in Path(path).name
+    ]
+    return next((path for path in paths if hasattr(ctypes.CDLL(path), "GOMP_parallel")), None)
+
+
+@cache
+def _compiled(form: Form, rows: int, group: int) -> Callable[[Any], None]:
+    """Compiles for this processor. Takes some 0.1 s, once for each number of rows."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    path = _openmp()
+    assert path is not None
+    openmp = ctypes.CDLL(path)
+    for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
+        binding.add_symbol(name, ctypes.cast(getattr(openmp, name), ctypes.c_void_p).value)
+    features = binding.get_host_cpu_features().flatten()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features, opt=3, jit=True
+    )
+    module = binding.parse_assembly(str(_Code(form, rows, group, _features()).module()))
+    module.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=3)
+    passes = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("run"))
+    function.engine = engine  # type: ignore[attr-defined]  # owns the code
+    return function
+
+
+def _int8_width(features: Mapping[str, bool]) -> int:
+    """The bits of the vectors whose bytes the processor multiplies and adds in one instruction, or 0."""
+    return 512 if features.get("avx512vnni") else 256 if features.get("avxvnni") else 0
+
+
+@cache
+def _bfloat() -> Any:
+    """llvmlite knows no bfloat16."""
+    from llvmlite import ir
+
+    class BFloat(ir.Type):  # type: ignore[misc]
+        def _to_string(self) -> str:
+            return "bfloat"
+
+    return BFloat()
+
+
+class _Code:
+    """The functions of one module: ``run`` rounds x and starts the threads, each of which computes its rows of W."""
+
+    def __init__(self, form: Form, rows: int, group: int, features: Any) -> None:
+        from llvmlite import ir
+
+        self._ir = ir
+        self._form, self._rows, self._group = form, rows, group
+        self._byte, self._half = ir.IntType(8), ir.IntType(16)
+        self._word, self._long = ir.IntType(32), ir.IntType(64)
+        self._float, self._pointer, self._none = ir.FloatType(), ir.PointerType(), ir.VoidType()
+        self._floats, self._words = self._vector(self._float), self._vector(self._word)
+        self._has_bf16 = bool(features.get("avx512bf16"))
+        self._has_int8 = _int8_width(features)
+        self._module = ir.Module(f"{form}_{rows}_{group}")
+        self._b: Any = None
+
+    def module(self) -> Any:
+        share = self._begin("share")
+        self._share()
+        self._b.ret_void()
+        self._begin("run")
+        if self._form != "bf16":
+            self._round()
+        threads = self._b.trunc(self._size("threads"), self._word)
+        start = self._known(
+            "GOMP_parallel", self._none, self._pointer, self._pointer, self._word, self._word
+        )
+        self._b.call(start, [share, self._b.function.args[0], threads, self._word(0)])
+        self._b.ret_void()
+        return self._module
+
+    def _share(self) -> None:
+        """A thread's part of ``y``: a row of W after the other, because that is how memory is read fastest."""
+        b, long = self._b, self._long
+        n = self._size("n")
+        thread = b.sext(b.call(self._known("omp_get_thread_num", self._word), []), long)
+        threads = b.sext(b.call(self._known("omp_get_num_threads", self._word), []), long)
+        first = b.sdiv(b.mul(n, thread), threads)
+        end = b.sdiv(b.mul(n, b.add(thread, long(1))), threads)
+        fill = {"bf16": self._sum_bf16, "int8": self._sum_int8, "int4": self._sum_int4}[self._form]
+        with self._loop(first, end, 1) as row:
+            totals = [self._variable(self._floats) for _ in range(self._rows)]
+            fill(row, totals)
+            for r, total in enumerate(totals):
+                place = self._at("y", b.add(b.mul(long(r), n), row), self._float)
+                b.store(self._result(total, row, r), place)
+
+    def _result(self, total: Any, row: Any, r: int) -> Any:
+        b = self._b
+        add = self._known("llvm.vector.reduce.fadd.v16f32", self._float, self._float, self._floats)
+        lanes = [self._float(-0.0), b.load(total, typ=self._floats)]
+        y = b.call(add, lanes, fastmath=("reassoc",))
+        if self._form != "int8":
+            return y
+        # The weights were read as w + 128.
+        sum_of_x = self._load("sums", b.add(self._row_of_groups(r), self._groups()), self._float)
+        scale = b.shl(b.zext(self._load("scales", row, self._half), self._word), self._word(16))
+        y = b.fsub(y, b.fmul(sum_of_x, self._float(128.0)))
+        return b.fmul(y, b.bitcast(scale, self._float))
+
+    def _sum_bf16(self, row: Any, totals: list[Any]) -> None:
+        b, halves = self._b, self._vector(self._half, 32)
+        k = self._size("k")
+        with self._loop(self._long(0), k, 32) as at:
+            w = self._load("weight", b.add(b.mul(row, k), at), halves)
+            for r, total in enumerate(totals):
+                x = self._load("x", b.add(b.mul(self._long(r), k), at), halves)
+                b.store(self._products_of_bf16(b.load(total, typ=self._floats), w, x), total)
+
+    def _products_of_bf16(self, total: Any, w: Any, x: Any) -> Any:
+        b = self._b
+        if self._has_bf16:
+            pairs = self._vector(_bfloat(), 32)
+            kinds = (self._floats, self._floats, pairs, pairs)
+            dot = self._known("llvm.x86.avx512bf16.dpbf16ps.512", *kinds)
+            return b.call(dot, [total, b.bitcast(w, pairs), b.bitcast(x, pairs)])
+        w, x = b.bitcast(w, self._words), b.bitcast(x, self._words)
+        total = self._fma(self._low_halves(w), self._low_halves(x), total)
+        return self._fma(self._high_halves(w), self._high_halves(x), total)
+
+    def _sum_int8(self, row: Any, totals: list[Any]) -> None:
+        b, long, bytes_ = self._b, self._long, self._vector(self._byte, 64)
+        k = self._size("k")
+        flip = self._ir.Constant(bytes_, [-128] * 64)
+        with self._loop(long(0), self._groups(), 1) as group:
+            first = b.mul(group, long(self._group))
+            ws = [
+                b.xor(
+                    self._load("weight", b.add(b.add(b.mul(row, k), first), long(i)), bytes_), flip
+                )
+                for i in range(0, self._group, 64)
+            ]
+            for r, total in enumerate(totals):
+                step = self._load("steps", b.add(self._row_of_groups(r), group), self._float)
+                self._add(total, self._dot_of_group(ws, group, r), step)
+
+    def _sum_int4(self, row: Any, totals: list[Any]) -> None:
+        b, long, bytes_ = self._b, self._long, self._vector(self._byte, 64)
+        low, four = (self._ir.Constant(bytes_, [number] * 64) for number in (15, 4))
+        groups, half = self._groups(), b.sdiv(self._size("k"), long(2))
+        with self._loop(long(0), groups, 2) as group:
+            first = b.add(b.mul(row, half), b.mul(group, long(self._group // 2)))
+            packed = [
+                self._load("weight", b.add(first, long(i)), bytes_)
+                for i in range(0, self._group, 64)
+            ]
+            place = b.add(b.mul(row, groups), group)
+            pair = self._load("scales", place, self._vector(self._word, 2))
+            for which in range(2):
+                ws = [b.and_(p, low) if which else b.lshr(p, four) for p in packed]
+                scale = b.shl(b.extract_element(pair, self._word(which)), self._word(16))
+                its = b.add(group, long(which))
+                for r, total in enumerate(totals):
+                    step = self._load("steps", b.add(self._row_of_groups(r), its), self._float)
+                    step = b.fmul(b.bitcast(scale, self._float), step)
+                    self._add(total, self._dot_of_group(ws, its, r), step)
+        # Minus the zero points' part, for 16 groups at a time.
+        with self._loop(long(0), groups, _LANES) as group:
+            pairs = self._load("scales", b.add(b.mul(row, groups), group), self._words)
+            offset = b.fneg(b.fmul(self._low_halves(pairs), self._high_halves(pairs)))
+            for r, total in enumerate(totals):
+                x = self._load("sums", b.add(self._row_of_groups(r), group), self._floats)
+                b.store(self._fma(offset, x, b.load(total, typ=self._floats)), total)
+
+    def _dot_of_group(self, ws: list[Any], group: Any, r: int) -> Any:
+        """Returns 16 whole numbers, whose sum is the product of a group of row ``r`` with ``ws``, unsigned bytes."""
+        b, long = self._b, self._long
+        total = self._ir.Constant(self._words, None)
+        first = b.add(b.mul(long(r), self._size("k")), b.mul(group, long(self._group)))
+        for i, w in enumerate(ws):
+            x = self._load("rounded", b.add(first, long(64 * i)), w.type)
+            total = self._dot(total, w, x)
+        return total
+
+    def _round(self) -> None:
+        """Rounds each group of x to int8: ``steps`` are the scales, ``sums`` the scaled sums, the row's sum last."""
+        b, long, ir = self._b, self._long, self._ir
+        k, groups = self._size("k"), self._groups()
+        one = (self._floats, self._floats)
+        absolute, rint = (
+            self._known("llvm.fabs.v16f32", *one),
+            self._known("llvm.rint.v16f32", *one),
+        )
+        larger = self._known("llvm.maximum.v16f32", *one, self._floats)
+        largest = self._known("llvm.vector.reduce.fmaximum.v16f32", self._float, self._floats)
+        add = self._known("llvm.vector.reduce.add.v16i32", self._word, self._words)
+        for r in range(self._rows):
+            of_row = self._variable(self._float)
+            with self._loop(long(0), groups, 1) as group:
+                first = b.add(b.mul(long(r), k), b.mul(group, long(self._group)))
+                top, whole = self._variable(self._floats), self._variable(self._words)
+                with self._loop(first, b.add(first, long(self._group)), _LANES) as at:
+                    x = b.call(absolute, [self._load("x", at, self._floats, 4)])
+                    b.store(b.call(larger, [b.load(top, typ=self._floats), x]), top)
+                most = b.call(largest, [b.load(top, typ=self._floats)])
+                # Numbers that are no finite ones make the step, and so the whole row, no finite one.
+                small = b.fcmp_ordered("<", most, self._float(1e-30))
+                step = b.select(small, self._float(0.0), b.fdiv(most, self._float(127.0)))
+                finite = b.fcmp_ordered("<", most, self._float(1e38))
+                inverse = b.fdiv(self._float(127.0), b.select(small, self._float(1.0), most))
+                inverse = self._splat(b.select(finite, inverse, self._float(0.0)))
+                with self._loop(first, b.add(first, long(self._group)), _LANES) as at:
+                    x = b.fmul(self._load("x", at, self._floats, 4), inverse)
+                    x = b.select(b.fcmp_ordered("ord", x, x), x, ir.Constant(self._floats, None))
+                    number = b.fptosi(b.call(rint, [x]), self._words)
+                    b.store(b.add(b.load(whole, typ=self._words), number), whole)
+                    b.store(
+                        b.trunc(number, self._vector(self._byte)),
+                        self._at("rounded", at, self._byte),
+                        align=1,
+                    )
+                place = b.add(self._row_of_groups(r), group)
+                b.store(step, self._at("steps", place, self._float))
+                scaled = b.fmul(
+                    step, b.sitofp(b.call(add, [b.load(whole, typ=self._words)]), self._float)
+                )
+                b.store(scaled, self._at("sums", place, self._float))
+                b.store(b.fadd(b.load(of_row, typ=self._float), scaled), of_row)
+            b.store(
+                b.load(of_row, typ=self._float),
+                self._at("sums", b.add(self._row_of_groups(r), groups), self._float),
+            )
+
+    def _dot(self, total: Any, w: Any, x: Any) -> Any:
+        """Adds to each of 16 whole numbers four products of ``w``, 64 unsigned bytes, and ``x``, 64 signed ones."""
+        b = self._b
+        if self._has_int8 == 512:
+            return b.call(self._dot_of(512), [total, w, x])
+        parts = []
+        for half in range(2):
+            part, w_half, x_half = (self._half_of(vector, half) for vector in (total, w, x))
+            if self._has_int8:
+                parts.append(b.call(self._dot_of(256), [part, w_half, x_half]))
+                continue
+            # No sum of two products of a byte below 16 exceeds 16 bits.
+            shorts, words = self._vector(self._half, 16), part.type
+            pairs = self._known("llvm.x86.avx2.pmadd.ub.sw", shorts, w_half.type, x_half.type)
+            fours = self._known("llvm.x86.avx2.pmadd.wd", words, shorts, shorts)
+            ones = self._ir.Constant(shorts, [1] * 16)
+            sums = b.call(fours, [b.call(pairs, [w_half, x_half]), ones])
+            parts.append(b.add(part, sums))
+        return b.shuffle_vector(*parts, self._ir.Constant(self._words, list(range(_LANES))))
+
+    def _dot_of(self, bits: int) -> Any:
+        words, bytes_ = self._vector(self._word, bits // 32), self._vector(self._byte, bits // 8)
+        return self._known(f"llvm.x86.avx512.vpdpbusd.{bits}", words, words, bytes_, bytes_)
+
+    def _half_of(self, vector: Any, half: int) -> Any:
+        count = vector.type.count // 2
+        places = self._ir.Constant(
+            self._vector(self._word, count), [half * count + i for i in range(count)]
+        )
+        return self._b.shuffle_vector(
+            vector, self._ir.Constant(vector.type, self._ir.Undefined), places
+        )
+
+    def _add(self, total: Any, whole: Any, scale: Any) -> None:
+        """Adds ``whole`` * ``scale`` to the floats of ``total``."""
+        b = self._b
+        numbers = b.sitofp(whole, self._floats)
+        b.store(self._fma(numbers, self._splat(scale), b.load(total, typ=self._floats)), total)
+
+    def _begin(self, name: str) -> Any:
+        kind = self._ir.FunctionType(self._none, (self._pointer,))
+        function = self._ir.Function(self._module, kind, name)
+        self._b = self._ir.IRBuilder(function.append_basic_block())
+        return function
+
+    @contextmanager
+    def _loop(self, start: Any, end: Any, step: int) -> Iterator[Any]:
+        """``for i in range(start, end, step)``: the context's value is ``i``, and its code builds the body."""
+        b = self._b
+        test, body, after = (b.function.append_basic_block() for _ in range(3))
+        counter = self._variable(self._long)
+        b.store(start, counter)
+        b.branch(test)
+        b.position_at_end(test)
+        i = b.load(counter, typ=self._long)
+        b.cbranch(b.icmp_signed("<", i, end), body, after)
+        b.position_at_end(body)
+        yield i
+        b.store(b.add(i, self._long(step)), counter)
+        b.branch(test)
+        b.position_at_end(after)
+
+    def _variable(self, kind: Any) -> Any:
+        """A variable that is zero from here on."""
+        with self._b.goto_entry_block():
+            place = self._b.alloca(kind)
+        self._b.store(self._ir.Constant(kind, None if kind is not self._long else 0), place)
+        return place
+
+    def _size(self, name: str) -> Any:
+        index = self._long(_ARGUMENTS.index(name))
+        place = self._b.gep(self._b.function.args[0], [index], source_etype=self._long)
+        return self._b.load(place, typ=self._long)
+
+    def _at(self, name: str, index: Any, kind: Any) -> Any:
+        start = self._b.inttoptr(self._size(name), self._pointer)
+        return self._b.gep(start, [index], source_etype=kind)
+
+    def _load(self, name: str, index: Any, kind: Any, align: int = 0) -> Any:
+        """Reads ``kind``, a number or a vector, from element ``index``."""
+        element = getattr(kind, "element", kind)
+        size = 4 if element is self._float else element.width // 8
+        return self._b.load(self._at(name, index, element), typ=kind, align=align or size)
+
+    def _groups(self) -> Any:
+        return self._b.sdiv(self._size("k"), self._long(self._group))
+
+    def _row_of_groups(self, r: int) -> Any:
+        """Where the groups of row ``r`` begin in ``steps`` and ``sums``."""
+        return self._b.mul(self._long(r), self._b.add(self._groups(), self._long(1)))
+
+    def _vector(self, kind: Any, count: int = _LANES) -> Any:
+        return self._ir.VectorType(kind, count)
+
+    def _splat(self, number: Any) -> Any:
+        none = self._ir.Constant(self._floats, self._ir.Undefined)
+        first = self._b.insert_element(none, number, self._word(0))
+        return self._b.shuffle_vector(first, none, self._ir.Constant(self._words, [0] * _LANES))
+
+    def _low_halves(self, words: Any) -> Any:
+        """The bfloat16 numbers with even places, as floats."""
+        shift = self._ir.Constant(self._words, [16] * _LANES)
+        return self._b.bitcast(self._b.shl(words, shift), self._floats)
+
+    def _high_halves(self, words: Any) -> Any:
+        mask = self._ir.Constant(self._words, [-65536] * _LANES)
+        return self._b.bitcast(self._b.and_(words, mask), self._floats)
+
+    def _fma(self, a: Any, b: Any, c: Any) -> Any:
+        return self._b.call(self._known("llvm.fma.v16f32", *[self._floats] * 4), [a, b, c])
+
+    def _known(self, name: str, result: Any, *arguments: Any) -> Any:
+        """A function of LLVM or of the OpenMP library."""
+        found = self._module.globals.get(name)
+        return found or self._ir.Function(
+            self._module, self._ir.FunctionType(result, arguments), name
+        )

@@ -1,0 +1,133 @@
+"""Products of few rows on a CPU, compiled for each kind of processor: exact but for the rounding of x."""
+
+import pytest
+import torch
+
+from kestrel_engine.models import few_rows, weight_only
+from kestrel_engine.models.weight_only import product, round_rows, round_to_groups, widened
+
+pytestmark = pytest.mark.skipif(
+    not few_rows.available(), reason="needs a processor of the kind x86-64, Linux and llvmlite"
+)
+
+N, K = 160, 2048
+PROCESSORS = {
+    "this": None,
+    "avx2": {"avx2": True},
+    "avxvnni": {"avx2": True, "avxvnni": True},
+}
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request, monkeypatch):
+    """Compiles with the instructions of older processors, too."""
+    features = PROCESSORS[request.param]
+    if features == PROCESSORS["avxvnni"] and not few_rows._features().get("avx512vnni"):
+        pytest.skip("this processor has no such instructions")
+    few_rows._compiled.cache_clear()
+    if features is not None:
+        monkeypatch.setattr(few_rows, "_features", lambda: features)
+    yield request.param
+    few_rows._compiled.cache_clear()
+
+
+def weight_of(form, group=128):
+    """A weight, its scales, and its values in float32."""
+    wide = torch.randn(N, K, generator=torch.Generator().manual_seed(3)) * 0.02
+    if form == "bf16":
+        return wide.bfloat16(), None, wide.bfloat16().float()
+    if form == "int8":
+        weight, scales = round_rows(wide)
+        return weight, scales, widened(weight, scales, torch.float32)
+    weight, scales = round_to_groups(wide)
+    return weight, scales, widened(weight, scales, torch.float32)
+
+
+def rounded(x, group):
+    """``x`` as whole multiples of a step for each group: what the products with int8 and int4 take."""
+    groups = x.float().view(len(x), -1, group)
+    most = groups.abs().amax(-1, keepdim=True)
+    numbers = (groups * torch.full_like(most, 127).div_(most.clamp_min(1e-9))).round()
+    return (numbers * (most / 127)).view_as(x)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+def test_products_are_those_of_the_rounded_rows_alone_and_together(form, processor):
+    weight, scales, values = weight_of(form)
+    group = few_rows.group_of(form, weight, scales)
+    if group is None:
+        assert (form, processor) == ("int8", "avx2")
+        return
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(11, K, generator=generator) * torch.randn(11, K, generator=generator).exp()
+    x[2, 128:384] = 0
+    x = x.bfloat16()
+    found = few_rows.product(form, x, weight, scales, group)
+    wanted = (x.float() if form == "bf16" else rounded(x, group)) @ values.T
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.std()))
+    for row in range(len(x)):
+        alone = few_rows.product(form, x[row : row + 1], weight, scales, group)
+        assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_shows_in_its_row_only(form, bad):
+    weight, scales, values = weight_of(form)
+    x = torch.ones(2, K).bfloat16()
+    x[0, 77] = bad
+    found = few_rows.product(form, x, weight, scales, few_rows.group_of(form, weight, scales))
+    assert not found[0].isfinite().any()
+    torch.testing.assert_close(found[1], values.sum(1), rtol=0.01, atol=0.01)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_models_product_uses_them_with_any_number_of_threads(threads, monkeypatch):
+    calls = []
+    monkeypatch.setattr(few_rows, "SMALL", 0)
+    monkeypatch.setattr(
+        few_rows, "product", lambda *a, its=few_rows.product: calls.append(a) or its(*a)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for form in ("bf16", "int8", "int4"):
+            weight, scales, values = weight_of(form)
+            if form == "int4":
+                tensors = {"a.weight": weight, "a.scale": scales}
+                weight_only.pack_for_cpu(tensors)
+                weight, scales = tensors["a.weight"], tensors["a.scale"]
+                assert torch.equal(widened(weight, scales, torch.float32), values)
+            x, bias = torch.randn(2, 1, K).bfloat16(), torch.randn(N).bfloat16()
+            found = product(x, weight, scales, bias)
+            assert found.shape == (2, 1, N) and found.dtype == torch.bfloat16
+            wanted = x.float() @ values.T + bias.float()
+            assert (found.float() - wanted).norm() < 0.02 * wanted.norm()
+            many = product(x.expand(2, 9, K), weight, scales, None)
+            assert (many[:, :1].float() + bias - wanted).norm() < 0.02 * wanted.norm()
+    finally:
+        torch.set_num_threads(before)
+    assert [call[0] for call in calls] == ["bf16", "int8", "int4"]
+
+
+@torch.inference_mode()
+def test_what_they_cannot_take_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(few_rows, "SMALL", 0)
+    monkeypatch.setattr(few_rows, "product", None)
+    wide, narrow = torch.randn(64, 96), torch.randn(64, 90).bfloat16()
+    for weight, scales in (
+        (wide, None),
+        (narrow, None),
+        round_rows(wide),
+        round_to_groups(wide.repeat(1, 8)),
+    ):
+        # float32, K that vectors don't divide, groups of less than 64 or a row of too few groups
+        x = torch.randn(1, weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1))
+        x = x if weight is wide else x.bfloat16()
+        expected = weight_only.widened(weight, scales, x.dtype) if scales is not None else weight
+        found = product(x, weight, scales, None)
+        assert (found - x @ expected.T).float().norm() < 0.02 * found.float().norm()
+    with torch.enable_grad():
+        weight = torch.randn(64, 128).bfloat16()
+        product(torch.randn(1, 128).bfloat16(), weight, None, None)
