@@ -167,13 +167,13 @@ def beside_weights(plan: Plan, refiner: Refiner | None) -> tuple[int, int]:
     needed = staying = 0
     if plan.kernels:
         needed = reserve_of(config, model, dtype, plan.sizes, four_bits=plan.four_bits)
-        staying = staying_bytes(model, config.fp8_gemms, most_crops(plan.sizes))
+        staying = staying_bytes(model, config.fp8_gemms, most_crops(plan.sizes), dtype.itemsize)
         staying += config.adapter_cache_bytes if config.has_adapters else 0
     elif plan.device.type == "cuda":
         # Plain operators keep what the kernels fuse away.
         batch = plan.sizes.max_batch_size
         needed = 2 * reserve_bytes(model, dtype, max_batch_size=batch, max_crops=PLAIN_CROPS)
-        staying = 2 * staying_bytes(model, "off", PLAIN_CROPS)
+        staying = 2 * staying_bytes(model, "off", PLAIN_CROPS, dtype.itemsize)
     caches = config.crop_cache_bytes + extra_bytes(config, model, dtype.itemsize)
     if refiner is not None:
         # The activations of the masks that one step refines.

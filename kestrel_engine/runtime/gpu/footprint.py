@@ -28,9 +28,11 @@ SHRUNK_INPUTS, SHRUNK_BYTES = 1024, 512
 """The inputs of a layer whose products with the A of adapters are one sum, and the bytes of a row of these sums, as in
 kernels.adapters.rows, which needs Triton."""
 
-FIXED_BYTES, CROP_BYTES = 384 << 20, 6 << 20
-"""Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, captured graphs, compiled kernels and staging buffers, and
-for each crop of the largest pass."""
+FIXED_BYTES = 192 << 20
+"""Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, compiled kernels and staging buffers."""
+
+CAPTURED_BLOCKS, CAPTURED_TEXT = 6, 256
+"""The images and the other positions of the largest captured prefill pass, as in prefill.graphs, which needs Triton."""
 
 
 def reserve_bytes(
@@ -54,20 +56,23 @@ def reserve_bytes(
     vision = _vision(config, max_crops, fp8=fp8_gemms in FP8_VISION)
     positions = min(PASS_POSITIONS, max_batch_size * max_seq_length, step_positions)
     prefill = _prefill(config, positions, fp8=fp8_gemms in FP8_PREFILL, four_bits=four_bits)
-    passes = max(vision, prefill) * dtype.itemsize
+    captured = min(CAPTURED_BLOCKS, max_batch_size) * config.image_prefix + CAPTURED_TEXT
+    # The memory of captured passes is not given back to others. Only those of 4-bit models widen weights.
+    prefill_graphs = _prefill(config, captured, fp8=False, four_bits=True)
+    passes = (max(vision, prefill) + prefill_graphs) * dtype.itemsize
     logits = 4 * max_batch_size * config.text.vocab_size * 4
     images = min(64, 16 + 8 * max_batch_size)
     embeddings = images * config.image_positions * config.text.dim * dtype.itemsize
     shrunk = _shrunk(config, max_crops) if adapters else 0
-    staying = staying_bytes(config, fp8_gemms, max_crops)
+    staying = staying_bytes(config, fp8_gemms, max_crops, dtype.itemsize)
     return int((passes + logits + embeddings) * 1.1) + shrunk + staying
 
 
-def staying_bytes(config: ModelConfig, fp8_gemms: str, max_crops: int) -> int:
+def staying_bytes(config: ModelConfig, fp8_gemms: str, max_crops: int, itemsize: int) -> int:
     """Returns the part of ``reserve_bytes`` that a running model has taken. Its passes take the rest and give it
-    back."""
-    fixed = FIXED_BYTES + CROP_BYTES * max_crops
-    return fp8_weight_bytes(config, fp8_gemms) + ARENA_BYTES + fixed
+    back. ``itemsize``: the bytes of a number of activations."""
+    graphs = _encoder(config, max_crops) * itemsize
+    return fp8_weight_bytes(config, fp8_gemms) + graphs + ARENA_BYTES + FIXED_BYTES
 
 
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
@@ -96,11 +101,18 @@ def _fp8_block(dim: int, ff_dim: int) -> int:
     return 3 * dim * (dim + 4) + ff_dim * (dim + 4) + (dim * (ff_dim + 4) if ff_dim else 0)
 
 
+def _encoder(config: ModelConfig, max_crops: int) -> int:
+    """Returns the elements of a pass of the tower: its patches, stream, norm, queries, keys and values, and the MLP's
+    hidden layer, which is larger than the attention's output."""
+    vision = config.vision
+    patches = vision.enc_patch_size**2 * vision.in_channels
+    return max_crops * vision.grid**2 * (5 * vision.enc_dim + vision.enc_ff_dim + patches)
+
+
 def _vision(config: ModelConfig, max_crops: int, *, fp8: bool) -> int:
     """Returns the elements of a vision pass: stream, norm, queries, keys, values, attention output, stored features and
     the MLP's hidden layer; in FP8 also that layer's FP8 rows and the MLP's output."""
-    vision = config.vision
-    encoder = max_crops * vision.grid**2 * (8 * vision.enc_dim + vision.enc_ff_dim)
+    vision, encoder = config.vision, _encoder(config, max_crops)
     if fp8:
         encoder += max_crops * vision.grid**2 * (vision.enc_dim + vision.enc_ff_dim // 2)
     inner = 2 * vision.enc_dim + vision.proj_inner_dim + vision.proj_out_dim

@@ -121,6 +121,14 @@ def test_the_sums_of_adapters_are_those_of_the_kernels():
     assert slabs.RANKS * slabs.MOST_SLABS * 4 == footprint.SHRUNK_BYTES
 
 
+def test_the_captured_passes_are_those_of_the_runtime():
+    graphs = pytest.importorskip("kestrel_engine.runtime.gpu.prefill.graphs")
+    assert (graphs.MAX_BLOCKS, graphs.MAX_TEXT) == (
+        footprint.CAPTURED_BLOCKS,
+        footprint.CAPTURED_TEXT,
+    )
+
+
 def test_weights_in_fp8_are_counted_before_the_pool():
     def reserve(which, model="moondream2"):
         return fit(config(model, fp8_gemms=which), 24 * GIB).reserve_bytes
