@@ -96,6 +96,11 @@ def _places(
     ref = box if kind == "bar" and rng.random() < 0.5 else centre(box)
     ways = "Which label does this {n} have?|What does this {n} stand for?|Which one is this?"
     asks.append(replace(read(rng, f"{domain} label here", ways, of, n=noun), refs=(ref,)))
+    if len(shown.boxes) > 1:  # most wrong values are those of another series
+        said = rng.choice((f"{noun}s of {name}", f"the {noun}s of {name}", f"{name} {noun}s"))
+        asks.append(find(skill, f"{domain} series", said, in_order(boxes, width, centre)))
+        ways = "Which series is this?|Which entry of the legend is this {n}?|Whose {n} is this?"
+        asks.append(replace(read(rng, f"{domain} series here", ways, name, n=noun), refs=(ref,)))
     if len(shown.scale) < 2:
         return asks
     ways = "What is the largest number on the axis?|Where does the axis end?|Up to what value does the axis go?"
