@@ -17,10 +17,25 @@ STDOUT = "-"
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-def check_appendable(path: str) -> None:
-    """Opens the file at ``path``, which makes it if it is missing. Raises OSError if ``append`` could not write."""
-    if path != STDOUT:
-        os.close(_open(path))
+class LineFile:
+    """Lines at ``path``. A line of which only a part was written stays as a line of its own."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._is_within_line = path, False
+
+    def check(self) -> None:
+        """Opens the file, which makes it if it is missing. Raises OSError."""
+        if self._path != STDOUT:
+            os.close(_open(self._path))
+
+    def write(self, line: bytes) -> None:
+        """Appends a line, which ends with a line break. Raises OSError if it was not written whole."""
+        data = b"\n" + line if self._is_within_line else line
+        written = append(self._path, data)
+        if written < len(data):
+            self._is_within_line |= written > 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._is_within_line = False
 
 
 def append(path: str, lines: bytes) -> int:

@@ -7,10 +7,8 @@ and goes to the log, and further administrative calls are refused until it is wr
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import re
 import select
 from collections import deque
@@ -24,7 +22,7 @@ from kestrel_engine import ConfigError, clock
 
 from ..edge.calls.call import Call
 from ..edge.failures.errors import AuditUnavailable
-from ..logs.appending import append, check_appendable
+from ..logs.appending import LineFile
 from ..security.identity.principal import Scope, is_administrative
 
 logger = logging.getLogger(__name__)
@@ -44,11 +42,10 @@ class AuditLog:
 
     def __init__(self, path: str, worker: int | None = None) -> None:
         self._path, self._worker = path, {} if worker is None else {"worker": worker}
-        self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
-        self._is_within_line = False
+        self._file, self._waiting = LineFile(path), deque[bytes](maxlen=MOST_WAITING)
         self._attempts, self._attempts_since, self._unrecorded = 0, clock.now(), 0
         try:
-            check_appendable(path)
+            self._file.check()
         except OSError as error:
             raise ConfigError("audit_log", path, f"{error.strerror or error}") from None
 
@@ -60,7 +57,7 @@ class AuditLog:
     def check(self) -> None:
         """Raises AuditUnavailable if an administrative call would not be recorded."""
         try:
-            check_appendable(self._path)
+            self._file.check()
             self._write()
         except OSError as error:
             raise AuditUnavailable(
@@ -101,12 +98,7 @@ class AuditLog:
     def _write(self) -> None:
         """Writes the records that wait. Raises OSError."""
         while self._waiting:
-            line = (b"\n" if self._is_within_line else b"") + self._waiting[0]
-            written = append(self._path, line)
-            if written < len(line):
-                self._is_within_line = self._is_within_line or written > 0
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._is_within_line = False
+            self._file.write(self._waiting[0])
             self._waiting.popleft()
 
 
@@ -133,11 +125,14 @@ def _fields(call: Call) -> dict[str, Any]:
 
 
 def _line(fields: dict[str, Any]) -> bytes:
-    """The record as one line of at most PIPE_BUF bytes."""
+    """The record as one line, of at most PIPE_BUF bytes if that holds all of its fields."""
     most = _LONGEST
-    while len(line := json.dumps(_bounded(fields, most)).encode() + b"\n") > select.PIPE_BUF:
+    while True:
+        shown = {name: _bounded(value, most) for name, value in fields.items()}
+        line = json.dumps(shown).encode() + b"\n"
+        if len(line) <= select.PIPE_BUF or not most:
+            return line
         most //= 2
-    return line
 
 
 def _bounded(value: Any, most: int) -> Any:

@@ -10,14 +10,13 @@ import asyncio
 import errno
 import json
 import logging
-import os
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kestrel_engine import RequestEvent, clock
 
-from ..logs.appending import append
+from ..logs.appending import LineFile
 from ..telemetry.used import Used, used_by
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,9 @@ class UsageLog:
         self._used: dict[_Key, Used] = {}
         self._since = clock.wall()
         self._writing = asyncio.Lock()
-        self._is_within_line = self._has_complained = False
+        self._has_complained = False
+        self._path, self._file = self._folder, LineFile("")
+        """Of the last lines."""
 
     @property
     def waiting(self) -> int:
@@ -96,13 +97,10 @@ class UsageLog:
             lines.append(json.dumps(fields).encode() + b"\n")
         try:
             self._make_room(path, sum(map(len, lines)))
+            if path != self._path:
+                self._path, self._file = path, LineFile(str(path))
             for line in lines:
-                whole = b"\n" + line if self._is_within_line else line
-                count = append(str(path), whole)
-                if count < len(whole):
-                    self._is_within_line |= count > 0
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._is_within_line = False
+                self._file.write(line)
                 written += 1
         except OSError as error:
             return written, error

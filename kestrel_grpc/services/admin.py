@@ -64,7 +64,7 @@ class AdminService(AdminServiceServicer):
         before = {"state": self._served.state.value}
         _log_action("drain")
         await self._drain()
-        _note_change(before, {"state": self._served.state.value})
+        _changed(before, state=self._served.state.value)
         return pb.DrainResponse(remaining_requests=self._served.num_requests)
 
     async def CancelRequest(
@@ -74,7 +74,7 @@ class AdminService(AdminServiceServicer):
             raise InvalidRequest("request_id", "must be 1 to 128 visible ASCII characters (! to ~)")
         count = sum(engine.cancel(request.request_id) for engine in self._served.engines)
         _log_action("cancel %d requests with id %s", count, request.request_id)
-        _note_change({}, {"cancelled_requests": count})
+        _changed({}, cancelled_requests=count)
         return pb.CancelRequestResponse(cancelled_requests=count)
 
     async def FlushCaches(
@@ -84,7 +84,7 @@ class AdminService(AdminServiceServicer):
             await engine.flush_caches()
         stored = len(self._images)
         removed = self._images.clear() if request.stored_images else 0
-        _note_change({"stored_images": stored}, {"stored_images": stored - removed})
+        _changed({"stored_images": stored}, stored_images=stored - removed)
         _log_action("flush caches and %d stored images", removed)
         return pb.FlushCachesResponse(deleted_images=removed)
 
@@ -104,9 +104,7 @@ class AdminService(AdminServiceServicer):
             logging.getLevelName(level),
         )
         module_logger.setLevel(level)
-        _note_change(
-            {"level": pb.LogLevel.Name(before)}, {"level": pb.LogLevel.Name(request.level)}
-        )
+        _changed({"level": pb.LogLevel.Name(before)}, level=pb.LogLevel.Name(request.level))
         return pb.SetLogLevelResponse(previous_level=before)
 
     async def StartProfile(
@@ -121,7 +119,7 @@ class AdminService(AdminServiceServicer):
             python_functions=request.python_functions,
         )
         _log_action("profile %s of %d ms or %d steps", file, duration_ms, steps)
-        _note_change({"file": None}, {"file": file})
+        _changed({"file": None}, file=file)
         return pb.StartProfileResponse(file=file)
 
     async def StopProfile(
@@ -129,7 +127,7 @@ class AdminService(AdminServiceServicer):
     ) -> pb.StopProfileResponse:
         profile = await self._profiles.stop()
         file = os.path.basename(profile.path)
-        _note_change({}, {"file": file, "size_bytes": profile.file_bytes})
+        _changed({}, file=file, size_bytes=profile.file_bytes)
         return pb.StopProfileResponse(
             file=file,
             size_bytes=profile.file_bytes,
@@ -147,7 +145,7 @@ class AdminService(AdminServiceServicer):
             requests,
             "with" if request.images else "without",
         )
-        _note_change({}, {"requests": requests, "images": request.images})
+        _changed({}, requests=requests, images=request.images)
         return pb.StartCaptureResponse(requests=requests)
 
     async def StopCapture(
@@ -155,7 +153,7 @@ class AdminService(AdminServiceServicer):
     ) -> pb.StopCaptureResponse:
         files, lost = await self._capture.stop()
         _log_action("stop captures: %d written, %d lost", len(files), lost)
-        _note_change({}, {"requests": 0, "files": files, "lost": lost})
+        _changed({}, requests=0, files=files, lost=lost)
         return pb.StopCaptureResponse(files=files, lost=lost)
 
     async def LoadModel(  # type: ignore[override]
@@ -166,14 +164,14 @@ class AdminService(AdminServiceServicer):
             request.source, request.settings, make_default=request.make_default
         )
         before = {"models": self._served.names}
-        _note_change(before, {"loading": request.source})  # It goes on if the caller leaves.
+        _changed(before, loading=request.source)  # It goes on if the caller leaves.
         await current.get().accept()
         async for event in events:
             if isinstance(event, Loading):
                 progress = pb.LoadingProgress(step=event.step, done=event.done, total=event.total)
                 await context.write(pb.LoadModelResponse(progress=progress))
             else:
-                _note_change(before, {"models": self._served.names})
+                _changed(before, models=self._served.names)
                 final = pb.LoadedModel(model=event.name, load_ms=_rounded_ms(event.seconds))
                 await context.write(pb.LoadModelResponse(final=final))
 
@@ -184,9 +182,9 @@ class AdminService(AdminServiceServicer):
         grace_ms = _in_range(request, "grace_ms", 0, _MOST_GRACE_MS, round(1e3 * self._grace_s))
         _log_action("unload model %s", name)
         before = {"models": self._served.names}
-        _note_change(before, {"unloading": name})  # It goes on if the caller leaves.
+        _changed(before, unloading=name)  # It goes on if the caller leaves.
         await self._models.unload(name, grace_ms / 1e3)
-        _note_change(before, {"models": self._served.names})
+        _changed(before, models=self._served.names)
         return pb.UnloadModelResponse()
 
     async def SetDefaultModel(
@@ -195,7 +193,7 @@ class AdminService(AdminServiceServicer):
         name = checked_model_name(request.model)
         previous = self._models.make_default(name)
         _log_action("default model %s in place of %s", name, previous)
-        _note_change({"default_model": previous}, {"default_model": name})
+        _changed({"default_model": previous}, default_model=name)
         return pb.SetDefaultModelResponse(previous_model=previous)
 
     async def LoadAdapter(
@@ -204,7 +202,7 @@ class AdminService(AdminServiceServicer):
         engine = named_model(self._served, request).engine
         was_loaded = request.adapter in engine.adapter_counts.loaded
         num_bytes = await engine.load_adapter(request.adapter)
-        _note_change({"loaded": was_loaded}, {"loaded": True})
+        _changed({"loaded": was_loaded}, loaded=True)
         _log_action("load adapter %s", request.adapter)
         return pb.LoadAdapterResponse(adapter=adapter_message(request.adapter, num_bytes))
 
@@ -213,7 +211,7 @@ class AdminService(AdminServiceServicer):
     ) -> pb.UnloadAdapterResponse:
         engine = named_model(self._served, request).engine
         was_loaded = engine.unload_adapter(request.adapter)
-        _note_change({"loaded": was_loaded}, {"loaded": False})
+        _changed({"loaded": was_loaded}, loaded=False)
         _log_action("unload adapter %s", request.adapter)
         return pb.UnloadAdapterResponse(was_loaded=was_loaded)
 
@@ -290,6 +288,6 @@ def _log_action(action: str, *arguments: object) -> None:
     logger.info(f"%s: {action}", current.get().owner or "an administrator", *arguments)
 
 
-def _note_change(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _changed(before: dict[str, Any], **after: Any) -> None:
     """Notes for the audit log what the current call has changed."""
     current.get().change = before, after

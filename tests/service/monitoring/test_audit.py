@@ -10,6 +10,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_engine import ConfigError
+from kestrel_grpc.logs import appending
 from kestrel_grpc.monitoring import audit as audit_room
 from kestrel_grpc.monitoring.audit import AuditLog
 from kestrel_grpc.security.identity.principal import Scope, is_administrative
@@ -101,12 +102,14 @@ async def test_texts_of_callers_end_no_line_and_make_no_long_record(administered
     served, admin, _ = administered
     for text in (HOSTILE, HOSTILE * 100, "\u2028" * 100_000, "https://user:secret@host/x"):
         await failure(admin.UnloadModel(model=text))
-        await failure(admin.LoadModel(source=text, settings={text[:100]: text}))
+        settings = {f"{i}{text[:100]}": text for i in range(60)}
+        await failure(admin.LoadModel(source=text, settings=settings))
     await records(served, path)
     lines = path.read_bytes().split(b"\n")
     assert lines.pop() == b"" and len(lines) == 8
     for line in lines:
-        assert json.loads(line)["principal"] == "admin-1"
+        record = json.loads(line)
+        assert (record["principal"], bool(record["status"])) == ("admin-1", True)
         assert len(line) < 4096 and all(0x20 <= byte < 0x7F for byte in line)
         assert b"secret" not in line
 
@@ -115,8 +118,8 @@ async def test_while_records_cannot_be_written_administrators_are_refused(
     administered, path, monkeypatch, caplog
 ):
     served, admin, _ = administered
-    real = audit_room.append
-    monkeypatch.setattr(audit_room, "append", lambda path, line: real(path, line[:10]))
+    real = appending.append
+    monkeypatch.setattr(appending, "append", lambda path, line: real(path, line[:10]))
     await admin.FlushCaches()
     assert served.server.records.audit.waiting == 1
     assert "kestrel.v1.AdminService/FlushCaches" in caplog.text
@@ -124,7 +127,7 @@ async def test_while_records_cannot_be_written_administrators_are_refused(
     assert (told.code, told.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "AUDIT_UNAVAILABLE")
     assert await admin.GetStatistics()
     assert await served.server.in_flight.wait_idle(60)
-    monkeypatch.setattr(audit_room, "append", real)
+    monkeypatch.setattr(appending, "append", real)
     await admin.CancelRequest(request_id="y")
     whole = [line for line in path.read_text().splitlines() if line.endswith("}")]
     ends = [(json.loads(line)["status"]) for line in whole]

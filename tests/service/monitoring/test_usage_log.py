@@ -11,6 +11,7 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.types.requests import num_positions
 from kestrel_engine.types.step import PREVIOUS
+from kestrel_grpc.logs import appending
 from kestrel_grpc.monitoring import usage_log
 from kestrel_grpc.monitoring.usage_log import UsageLog
 from kestrel_grpc.security.identity.principal import Scope
@@ -130,7 +131,7 @@ def use(log, principal, tokens):
 
 
 async def test_what_cannot_be_written_is_in_the_next_lines(log, tmp_path, monkeypatch):
-    real = usage_log.append
+    real = appending.append
     use(log, 'a\n"\u2028', 1)
     use(log, "b", 2)
     calls = []
@@ -139,10 +140,10 @@ async def test_what_cannot_be_written_is_in_the_next_lines(log, tmp_path, monkey
         calls.append(line)
         return real(path, line if len(calls) == 1 else line[:5])
 
-    monkeypatch.setattr(usage_log, "append", full)
+    monkeypatch.setattr(appending, "append", full)
     await log.write()
     assert log.waiting == 1
-    monkeypatch.setattr(usage_log, "append", real)
+    monkeypatch.setattr(appending, "append", real)
     use(log, "b", 3)
     await log.write()
     [path] = tmp_path.iterdir()
