@@ -119,19 +119,21 @@ class Budgets:
 
     def use(self, account: _Account, metrics: EngineMetrics) -> None:
         """Counts what a request of the account used."""
-        image = metrics.image_tokens - metrics.cached_image_tokens
-        used = self._cost(
-            prompt=metrics.input_tokens - metrics.cached_tokens - image,
-            image=image,
-            cached=metrics.cached_tokens,
-            output=metrics.output_tokens,
-        )
+        weights, image = self._default, metrics.image_tokens - metrics.cached_image_tokens
+        used = weights.prompt * (metrics.input_tokens - metrics.cached_tokens - image)
+        used += weights.image * image + weights.cached * metrics.cached_tokens
+        used += weights.output * metrics.output_tokens
         for window in account.windows.values():
             window.renew(clock.wall())
             window.used += used
 
     def _reserve(self, account: _Account, estimate: TokenEstimate) -> _Reservation:
-        cost, now = self._most(estimate), clock.wall()
+        # A cached token may count more than others.
+        weights, now = self._default, clock.wall()
+        cost = (
+            max(weights.prompt, weights.cached) * estimate.text + weights.output * estimate.output
+        )
+        cost += max(weights.image, weights.cached) * estimate.image
         for name, window in account.windows.items():
             window.renew(now)
             if window.lacks(account.reserved, cost):
@@ -143,24 +145,6 @@ class Budgets:
                     logger.warning("shadow: %s", _refusal(account, name, window, cost, now))
                 break
         return _Reservation(self, account, cost)
-
-    def _cost(self, *, prompt: int, image: int, cached: int, output: int) -> float:
-        weights = self._default
-        return (
-            weights.prompt * prompt
-            + weights.image * image
-            + weights.cached * cached
-            + weights.output * output
-        )
-
-    def _most(self, estimate: TokenEstimate) -> float:
-        """What a request counts at most: a cached token may count more than others."""
-        weights = self._default
-        return (
-            max(weights.prompt, weights.cached) * estimate.text
-            + max(weights.image, weights.cached) * estimate.image
-            + weights.output * estimate.output
-        )
 
     def _note(self, account: _Account, window: str) -> None:
         key = account.principal, window
