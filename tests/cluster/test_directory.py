@@ -21,14 +21,9 @@ from kestrel_grpc.cluster.directory import (
 
 def server(name, port=1, **changes):
     made = Server(
-        replica=name,
-        address=f"10.0.0.7:{port}",
-        node="n",
-        model="m",
-        version="v",
-        serving=True,
+        replica=name, address=f"10.0.0.7:{port}", node="n", model="m", version="v", serving=True,
         load={"utilization": 0.5},
-    )
+    )  # fmt: skip
     return replace(made, **changes)
 
 

@@ -20,14 +20,9 @@ from tests.waiting import until
 
 TASK = ServerTask(
     settings='[device]\ndevice = "cpu"\nthreads = 1\n[scheduler]\nkv-cache-gib = 0.1\n',
-    model="kestrel-tiny",
-    port=0,
-    drain_delay_s=0.0,
-    grace_s=60.0,
-    needs_token=False,
-    secrets=(),
+    model="kestrel-tiny", port=0, drain_delay_s=0.0, grace_s=60.0, needs_token=False, secrets=(),
     version="v",
-)
+)  # fmt: skip
 
 
 FAKE = """

@@ -57,14 +57,8 @@ class ImageSteps:
         """Runs the steps with overlays in ``work``, and ``then``."""
         # A namespace of processes too, so that nothing outlives the steps.
         enter = [
-            "unshare",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--propagation",
-            "private",
-        ]
+            "unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private",
+        ]  # fmt: skip
         passed = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         return subprocess.run(
             [*enter, "bash", "-c", self.script(then)],

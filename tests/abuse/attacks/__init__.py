@@ -5,12 +5,5 @@ from tests.abuse.attacks.beside_polite import run
 from tests.abuse.attacks.registry import ATTACKS, MIB
 
 __all__ = [
-    "ATTACKS",
-    "MIB",
-    "calls",
-    "connections",
-    "constraints",
-    "http_requests",
-    "messages",
-    "run",
-]
+    "ATTACKS", "MIB", "calls", "connections", "constraints", "http_requests", "messages", "run",
+]  # fmt: skip

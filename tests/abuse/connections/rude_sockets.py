@@ -66,17 +66,10 @@ class RudeCaller:
         self._host, _, self._port = address.rpartition(":")
         self._asked, self.rng = asked, rng
         self.kinds: tuple[Callable[[float], Awaitable[None]], ...] = (
-            self.says_nothing,
-            self.says_hello_only,
-            self.talks_garbage,
-            self.talks_http_1,
-            self.sends_garbage_frames,
-            self.sends_garbage_headers,
-            self.announces_much,
-            self.stops_half_way,
-            self.resets_in_a_row,
-            self.never_reads,
-        )
+            self.says_nothing, self.says_hello_only, self.talks_garbage, self.talks_http_1,
+            self.sends_garbage_frames, self.sends_garbage_headers, self.announces_much, self.stops_half_way,
+            self.resets_in_a_row, self.never_reads,
+        )  # fmt: skip
 
     async def __call__(self, hold_s: float) -> str:
         """Makes a connection of a random kind for about ``hold_s`` seconds. Returns the name of the kind."""

@@ -121,25 +121,12 @@ async def test_what_a_page_of_another_site_may_send_computes_nothing(http, path)
 
 
 LOCAL = [
-    "localhost",
-    "LOCALHOST:1",
-    "127.0.0.1:2020",
-    "127.8.8.8",
-    "[::1]:2020",
-    "a.localhost",
-    "localhost.",
-]
+    "localhost", "LOCALHOST:1", "127.0.0.1:2020", "127.8.8.8", "[::1]:2020", "a.localhost", "localhost.",
+]  # fmt: skip
 STRANGE = [
-    "evil.example",
-    "127.0.0.1.evil.example",
-    "192.168.1.5",
-    "0.0.0.0",
-    "",
-    "a b",
-    "localhost@evil.example",
-    "[::1",
-    "kestrel",
-]
+    "evil.example", "127.0.0.1.evil.example", "192.168.1.5", "0.0.0.0", "", "a b", "localhost@evil.example",
+    "[::1", "kestrel",
+]  # fmt: skip
 
 
 async def test_a_page_of_another_site_cannot_take_its_name_to_loopback(http):

@@ -24,19 +24,9 @@ _TEXTS = (
 )  # fmt: skip
 _BYTES = (b"", b"\0", b"\xff" * 31, b"\xff" * 32, b"\xff" * 33, b"\xff\xd8\xff", bytes(100_000))
 _FLOATS = (
-    0.0,
-    -0.0,
-    5e-324,
-    1e-9,
-    0.5,
-    1.0,
-    1.0000001,
-    -1e-9,
-    100.0,
-    100.1,
-    1e308,
+    0.0, -0.0, 5e-324, 1e-9, 0.5, 1.0, 1.0000001, -1e-9, 100.0, 100.1, 1e308,
     *map(float, ("inf", "-inf", "nan")),
-)
+)  # fmt: skip
 
 _kinds = FieldDescriptor
 _NUMBERS: dict[int, tuple[int, ...]] = {

@@ -84,15 +84,9 @@ ADMIN: dict[str, Message] = {
 """Those that leave the server as it is."""
 
 INFER = infer(
-    id="seven",
-    SKILL="query",
-    QUESTION="What?",
-    IMAGE=jpeg(),
-    MAX_TOKENS=2,
-    TEMPERATURE=0.0,
-    REASONING=False,
-    SPATIAL_REFS="[[0.5, 0.5]]",
-)
+    id="seven", SKILL="query", QUESTION="What?", IMAGE=jpeg(), MAX_TOKENS=2, TEMPERATURE=0.0,
+    REASONING=False, SPATIAL_REFS="[[0.5, 0.5]]",
+)  # fmt: skip
 KSERVE: dict[str, Message] = {
     "ModelInfer": INFER,
     "ModelStreamInfer": INFER,

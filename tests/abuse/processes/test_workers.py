@@ -42,17 +42,8 @@ class Workers(ServerProcess):
 
     def __init__(self, folder: Path, *flags: str, listen: str = "127.0.0.1:0", **variables: str):
         super().__init__(
-            folder,
-            "--workers",
-            "2",
-            "--device",
-            "cpu",
-            *SPREAD,
-            *LOGS,
-            *flags,
-            listen=listen,
-            **variables,
-        )
+            folder, "--workers", "2", "--device", "cpu", *SPREAD, *LOGS, *flags, listen=listen, **variables,
+        )  # fmt: skip
         wait_until(lambda: len(self.pids()) >= 2)
 
     def events(self, event: str) -> list[dict]:

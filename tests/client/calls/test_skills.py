@@ -63,18 +63,9 @@ EVENTS: dict[str, list[Any]] = {
     "caption": [TextDelta(t, i + 1) for i, t in enumerate(ANSWER.replace(" ", " \0").split("\0"))],
     "point": list(POINTS),
     "detect": list(BOXES),
-    "gaze": [
-        *(
-            DetectedBox(each.x_min, each.y_min, each.x_max, each.y_max, "face", 0.75)
-            for each in BOXES
-        ),
-        *GAZES,
-    ],
-    "segment": [
-        BOXES[0],
-        *(PathPiece(piece, 0, "circle") for piece in ("M 0 0", "L 1 0", "L 1 1", "L 0 1", "z")),
-    ],
-}
+    "gaze": [*(DetectedBox(each.x_min, each.y_min, each.x_max, each.y_max, "face", 0.75) for each in BOXES), *GAZES],
+    "segment": [BOXES[0], *(PathPiece(piece, 0, "circle") for piece in ("M 0 0", "L 1 0", "L 1 1", "L 0 1", "z"))],
+}  # fmt: skip
 IDS = [case[0] for case in CASES]
 
 
@@ -157,20 +148,11 @@ def test_what_is_not_given_is_not_sent(client: KestrelClient, peer: Any) -> None
 
 def test_everything_given_is_sent(client: KestrelClient, peer: Any) -> None:
     client.query(
-        IMAGE,
-        "q",
-        reasoning=False,
-        spatial_refs=[(0.5, 0.25), Point(0, 1), Box(0, 0.25, 0.5, 1), [0, 0, 1, 1]],
-        temperature=0,
-        top_p=0.9,
-        top_k=0,
-        max_tokens=12,
-        seed=2**63 - 1,
-        model="other",
-        request_id="mine-1",
-        priority="high",
-        answer_start="It",
-    )
+        IMAGE, "q", reasoning=False,
+        spatial_refs=[(0.5, 0.25), Point(0, 1), Box(0, 0.25, 0.5, 1), [0, 0, 1, 1]], temperature=0,
+        top_p=0.9, top_k=0, max_tokens=12, seed=2**63 - 1, model="other", request_id="mine-1",
+        priority="high", answer_start="It",
+    )  # fmt: skip
     (request,) = peer.vision.requests
     assert request.query.answer_start == "It"
     assert [image.encoded for image in request.images] == [IMAGE]

@@ -219,15 +219,8 @@ async def test_save_says_what_it_wrote(kestrel, folder):
 def test_save_to_standard_output_is_the_image_alone():
     """In a process of its own, as bytes go there; no server is asked before the target is checked."""
     run = [
-        sys.executable,
-        "-m",
-        "kestrel_grpc",
-        "detect",
-        str(IMAGE),
-        "cat",
-        "--server",
-        "127.0.0.1:1",
-    ]
+        sys.executable, "-m", "kestrel_grpc", "detect", str(IMAGE), "cat", "--server", "127.0.0.1:1",
+    ]  # fmt: skip
     done = subprocess.run([*run, "--save", "/absent/x.png"], capture_output=True, text=True)
     assert done.returncode == 1 and "there is no folder '/absent'" in done.stderr
 

@@ -60,14 +60,8 @@ async def test_bench_runs_without_the_servers_packages(serve, tmp_path):
     """A busy machine may not end a request within a short stage. Then the stage is longer."""
     served = await serve()
     words = [
-        "bench",
-        "--made-up",
-        "1",
-        "--unique-images",
-        "1",
-        "--server",
-        served.server.addresses[0],
-    ]
+        "bench", "--made-up", "1", "--unique-images", "1", "--server", served.server.addresses[0],
+    ]  # fmt: skip
     ended = await outlived(
         lambda seconds: run_alone([*words, "--seconds", f"{seconds:g}"], tmp_path),
         lambda ended: b"no request ended in time" not in ended[1],

@@ -59,16 +59,8 @@ async def test_a_image_put_is_named_in_place_of_a_file(kestrel, monkeypatch):
 
 
 TASKS = [
-    "--query",
-    "how many?",
-    "--caption",
-    "--detect",
-    "cat",
-    "--query",
-    "why?",
-    "--point",
-    "dog",
-]
+    "--query", "how many?", "--caption", "--detect", "cat", "--query", "why?", "--point", "dog",
+]  # fmt: skip
 
 
 async def test_several_tasks(kestrel):
@@ -156,15 +148,8 @@ def test_serve_takes_the_guides_skill(tmp_path):
     where = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = {"cwd": tmp_path, "text": True, "env": variables | {"PYTHONPATH": where}}
     flags = [
-        "--skill",
-        "yes_no:YesNoSkill",
-        "--listen",
-        "127.0.0.1:0",
-        "--threads",
-        "1",
-        "--drain-delay",
-        "0",
-    ]
+        "--skill", "yes_no:YesNoSkill", "--listen", "127.0.0.1:0", "--threads", "1", "--drain-delay", "0",
+    ]  # fmt: skip
     with ForkedProcess([*program, "serve", *flags], stdout=subprocess.PIPE, **options) as server:
         try:
             (target,) = re.findall(r"listening on (\S+),", server.stdout.readline())

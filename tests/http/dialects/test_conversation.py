@@ -41,22 +41,14 @@ def test_messages_of_one_user_in_a_row_are_one_question():
 
 ALL = {
     "a greeting": ([("assistant", "Hi!"), ("user", "a")], "Hi!", [], "a", ""),
-    "a greeting after system text": (
-        [("system", "s"), ("assistant", "Hi!"), ("user", "a")], "s\n\nHi!", [], "a", "",
-    ),
-    "a greeting before an image": (
-        [("assistant", "Hi!"), ("user", "image")], "Hi!", [], IMAGE_ALONE, "",
-    ),
-    "system text later": (
-        [("user", "a"), ("system", "s"), ("user", "b")], "", [], "a\n\ns\n\nb", "",
-    ),
+    "a greeting after system text": ([("system", "s"), ("assistant", "Hi!"), ("user", "a")], "s\n\nHi!", [], "a", ""),
+    "a greeting before an image": ([("assistant", "Hi!"), ("user", "image")], "Hi!", [], IMAGE_ALONE, ""),
+    "system text later": ([("user", "a"), ("system", "s"), ("user", "b")], "", [], "a\n\ns\n\nb", ""),
     "system text after an answer": (
         [("user", "a"), ("assistant", "b"), ("developer", "s"), ("user", "c")],
         "", [("a", "b")], "s\n\nc", "",
     ),
-    "system text at the end": (
-        [("user", "a"), ("assistant", "b"), ("system", "s")], "", [("a", "b")], "s", "",
-    ),
+    "system text at the end": ([("user", "a"), ("assistant", "b"), ("system", "s")], "", [("a", "b")], "s", ""),
     "system text alone": ([("system", "s"), ("system", "t")], "", [], "s\n\nt", ""),
     "system text for an image": ([("system", "s"), ("user", "image")], "", [], "s", ""),
     "two answers": (

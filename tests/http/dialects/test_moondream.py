@@ -197,6 +197,7 @@ async def test_a_stream_ends_with_the_whole_answer(http, path: str):
 async def test_errors_name_the_json_field(http):
     _, client = await http()
     url = data_url()
+    seen = {"image_url": url, "object": "x"}
     cases: list[tuple[str, Any, int, str | None, str]] = [
         ("query", {"question": 3}, 400, "question", "must be a string, got a number"),
         ("query", {}, 400, "question", "is required"),
@@ -206,27 +207,9 @@ async def test_errors_name_the_json_field(http):
         ("caption", {"image_url": "AAAA"}, 400, "image_url", ""),
         ("caption", {"image_url": url, "length": "tiny"}, 400, "length", "short, normal or long"),
         ("caption", {"image_url": url, "settings": {"temperature": -1}}, 400, "settings.temperature", ""),
-        (
-            "detect",
-            {"image_url": url, "object": "x", "settings": {"max_objects": 0}},
-            400,
-            "settings.max_objects",
-            "must be in [1,",
-        ),
-        (
-            "segment",
-            {"image_url": url, "object": "x", "settings": {"min_score": 1.5}},
-            400,
-            "settings.min_score",
-            "in [0, 1]",
-        ),
-        (
-            "detect",
-            {"image_url": url, "object": "x", "settings": {"max_overlap": 2}},
-            400,
-            "settings.max_overlap",
-            "above 0 and below 1",
-        ),
+        ("detect", {**seen, "settings": {"max_objects": 0}}, 400, "settings.max_objects", "must be in [1,"),
+        ("segment", {**seen, "settings": {"min_score": 1.5}}, 400, "settings.min_score", "in [0, 1]"),
+        ("detect", {**seen, "settings": {"max_overlap": 2}}, 400, "settings.max_overlap", "above 0 and below 1"),
         (
             "query",
             {"image_url": url, "question": "x", "settings": {"region": [0.5, 0, 0.2, 1]}},
@@ -235,29 +218,17 @@ async def test_errors_name_the_json_field(http):
             "needs x_min < x_max",
         ),
         ("query", {"question": "x", "settings": {"region": [0, 0, 1, 1]}}, 400, "settings.region", "image_url"),
+        ("point", {**seen, "settings": {"tiles": {"rows": 5, "columns": 5}}}, 400, "settings.tiles", "must be 2 to 16"),
         (
             "point",
-            {"image_url": url, "object": "x", "settings": {"tiles": {"rows": 5, "columns": 5}}},
-            400,
-            "settings.tiles",
-            "must be 2 to 16",
-        ),
-        (
-            "point",
-            {"image_url": url, "object": "x", "settings": {"tiles": {"rows": 2, "columns": 0}}},
+            {**seen, "settings": {"tiles": {"rows": 2, "columns": 0}}},
             400,
             "settings.tiles.columns",
             "must be in [1,",
         ),
-        ("point", {"image_url": url, "object": "x", "model": "gpt"}, 404, "model", "gpt"),
-        (
-            "point",
-            {"image_url": url, "object": "x", "model": "moondream3-preview/ab@1"},
-            404,
-            "model",
-            "there is no adapter 'ab@1'",
-        ),
-        ("point", {"image_url": url, "object": "x", "spatial_refs": [[1]]}, 400, "spatial_refs[0]", "2 or 4"),
+        ("point", {**seen, "model": "gpt"}, 404, "model", "gpt"),
+        ("point", {**seen, "model": "moondream3-preview/ab@1"}, 404, "model", "there is no adapter 'ab@1'"),
+        ("point", {**seen, "spatial_refs": [[1]]}, 400, "spatial_refs[0]", "2 or 4"),
         ("query", [1], 400, None, "must be a JSON object"),
         ("query", "x", 400, None, "must be a JSON object"),
     ]  # fmt: skip

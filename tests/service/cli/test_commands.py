@@ -33,15 +33,8 @@ def server(tmp_path_factory):
     socket = f"unix:{folder}/kestrel.sock"
     refiner = ROOT / "kestrel_engine/bundled/kestrel_tiny/spare_refiner.safetensors"
     arguments = [
-        "--listen",
-        "127.0.0.1:0",
-        "--listen",
-        socket,
-        "--access-log",
-        "json",
-        "--refiner",
-        refiner,
-    ]
+        "--listen", "127.0.0.1:0", "--listen", socket, "--access-log", "json", "--refiner", refiner,
+    ]  # fmt: skip
     process = Process(folder / "log", *arguments).started()
     name, addresses = READY.match(process.ready).groups()
     assert name == "kestrel-tiny"

@@ -28,10 +28,6 @@ def encoded(data):
     return common_pb2.Image(encoded=data)
 
 
-def raw(**fields):
-    return common_pb2.Image(raw=common_pb2.RawImage(**fields))
-
-
 def png(width, height):
     return encoded(pyvips.Image.black(width, height).pngsave_buffer())
 
@@ -68,6 +64,10 @@ def about(skill):
 caption, point, detect, segment = map(about, ("Caption", "Point", "Detect", "Segment"))
 
 
+def pixels(**fields):
+    return caption(image=common_pb2.Image(raw=common_pb2.RawImage(**fields)))
+
+
 def ref(**box):
     return common_pb2.SpatialRef(box=common_pb2.Box(**box))
 
@@ -94,25 +94,17 @@ BAD = {
     "too many pixels": bad(caption(image=png(400, 300)), "image", "400x300", "IMAGE_TOO_LARGE"),
     "too thin": bad(caption(image=png(300, 10)), "image", "30:1", "IMAGE_TOO_LARGE"),
     "too many bytes": bad(caption(image=encoded(bytes(60_000))), "image", "60000", "IMAGE_TOO_LARGE"),
-    "raw pixels too few": bad(caption(image=raw(data=b"123", width=2, height=2)), "image.raw.data", "has 3 bytes"),
-    "raw of negative height": bad(
-        caption(image=raw(data=b"123", width=1, height=-1)), "image.raw.height", "at least 1"
-    ),
+    "raw pixels too few": bad(pixels(data=b"123", width=2, height=2), "image.raw.data", "has 3 bytes"),
+    "raw of negative height": bad(pixels(data=b"123", width=1, height=-1), "image.raw.height", "at least 1"),
     "a negative seed": bad(query(sampling=sampling(seed=-1)), "query.sampling.seed", "-1"),
     "a negative top_k": bad(query(sampling=sampling(top_k=-1)), "query.sampling.top_k", "-1"),
     "a negative max_tokens": bad(query(max_tokens=-5), "query.max_tokens", "-5"),
     "a negative max_objects": bad(detect(max_objects=-5), "detect.max_objects", "-5"),
-    "raw without width": bad(caption(image=raw(data=b"123", height=2)), "image.raw.width", "at least 1"),
-    "raw of absurd size": bad(
-        caption(image=raw(data=b"1", width=2**31 - 1, height=2**31 - 1)),
-        "image.raw.data",
-        "has 1 bytes",
-    ),
-    "raw of unknown format": bad(
-        caption(image=raw(data=b"1", width=1, height=1, format=9)), "image.raw.format", "9 is not"
-    ),
+    "raw without width": bad(pixels(data=b"123", height=2), "image.raw.width", "at least 1"),
+    "raw of absurd size": bad(pixels(data=b"1", width=2**31 - 1, height=2**31 - 1), "image.raw.data", "has 1 bytes"),
+    "raw of unknown format": bad(pixels(data=b"1", width=1, height=1, format=9), "image.raw.format", "9 is not"),
     "raw too large": bad(
-        caption(image=raw(data=bytes(400 * 300), width=400, height=300, format=3)),
+        pixels(data=bytes(400 * 300), width=400, height=300, format=3),
         "image",
         "400x300",
         "IMAGE_TOO_LARGE",

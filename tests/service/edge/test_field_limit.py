@@ -136,14 +136,9 @@ async def test_a_server_refuses_such_a_message(serve, method):
 
 
 SERVICES = (
-    vision_service_pb2,
-    image_service_pb2,
-    model_service_pb2,
-    admin_service_pb2,
-    kserve,
-    health_pb2,
+    vision_service_pb2, image_service_pb2, model_service_pb2, admin_service_pb2, kserve, health_pb2,
     reflection_pb2,
-)
+)  # fmt: skip
 METHODS = [
     (service.full_name, method)
     for file in SERVICES

@@ -45,17 +45,9 @@ def test_the_report_is_read_back_by_the_official_message(wheel: zipfile.ZipFile)
         running=3, pages_free=5, pages_total=16, cached_positions=30, prompt_positions=40
     )
     load = Load(
-        state=State.READY,
-        stats=stats,
-        waiting=2,
-        max_running=4,
-        max_waiting=9,
-        tokens_per_s=12.5,
-        requests_per_s=1.25,
-        errors_per_s=0.5,
-        cpu=0.75,
-        memory=0.25,
-    )
+        state=State.READY, stats=stats, waiting=2, max_running=4, max_waiting=9, tokens_per_s=12.5,
+        requests_per_s=1.25, errors_per_s=0.5, cpu=0.75, memory=0.25,
+    )  # fmt: skip
     encoded = load_report(load)
     report = official_message(wheel).FromString(encoded)
     assert {field.name: value for field, value in report.ListFields()} == {

@@ -19,30 +19,20 @@ from tests.waiting import until
 GREEDY = {"max_tokens": 8, "sampling": common_pb2.Sampling(temperature=0)}
 
 REQUESTS = {
-    "Query": pb.QueryRequest(
-        images=[raw_image()], query=pb.QueryTask(question="what is it?", **GREEDY)
-    ),
-    "Caption": pb.CaptionRequest(
-        image=raw_image(), caption=pb.CaptionTask(length=pb.CAPTION_LENGTH_SHORT, **GREEDY)
-    ),
+    "Query": pb.QueryRequest(images=[raw_image()], query=pb.QueryTask(question="what is it?", **GREEDY)),
+    "Caption": pb.CaptionRequest(image=raw_image(), caption=pb.CaptionTask(length=pb.CAPTION_LENGTH_SHORT, **GREEDY)),
     "Point": pb.PointRequest(image=raw_image(), point=pb.PointTask(objects=["cat"], max_objects=3)),
-    "Detect": pb.DetectRequest(
-        image=raw_image(), detect=pb.DetectTask(objects=["cat"], max_objects=3)
-    ),
-    "Segment": pb.SegmentRequest(
-        image=raw_image(), segment=pb.SegmentTask(objects=["cat"], **GREEDY)
-    ),
-}
+    "Detect": pb.DetectRequest(image=raw_image(), detect=pb.DetectTask(objects=["cat"], max_objects=3)),
+    "Segment": pb.SegmentRequest(image=raw_image(), segment=pb.SegmentTask(objects=["cat"], **GREEDY)),
+}  # fmt: skip
 
 
 def without_timings(response):
     copy = type(response)()
     copy.CopyFrom(response)
     copy.ClearField("timings")
-    copy.info.request_id, copy.info.seed = (
-        "",
-        0,
-    )  # Drawn anew for each request; greedy does not use the seed.
+    # Drawn anew for each request; greedy does not use the seed.
+    copy.info.request_id, copy.info.seed = "", 0
     for answer in texts(copy):
         answer.seed = 0
     copy.usage.cached_tokens = 0  # What was there before depends on what was asked before.
@@ -207,9 +197,8 @@ def segment_script(path):
     def script(fed):
         said = fed[fed.index(3) + 1 :]
         plan = [5, 5, 6, *path, 0]
-        return plan[
-            min(len(said), len(plan) - 1)
-        ]  # A step may be launched before the end is known.
+        # A step may be launched before the end is known.
+        return plan[min(len(said), len(plan) - 1)]
 
     return script
 

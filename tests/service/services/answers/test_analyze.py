@@ -260,20 +260,12 @@ BAD = {
         "image.image_id",
         "IMAGE_NOT_FOUND",
     ),
-    "an empty id": (
-        request(question(), image=common_pb2.Image(image_id="")),
-        "image.image_id",
-        "INVALID_REQUEST",
-    ),
-    "a broken picture": (
-        request(question(), image=common_pb2.Image(encoded=b"\xff\xd8\xff")),
-        "image",
-        "IMAGE_BROKEN",
-    ),
+    "an empty id": (request(question(), image=common_pb2.Image(image_id="")), "image.image_id", "INVALID_REQUEST"),
+    "a broken picture": (request(question(), image=common_pb2.Image(encoded=b"\xff\xd8\xff")), "image", "IMAGE_BROKEN"),
     "no such model": (request(question(), model="other"), "options.model", "MODEL_NOT_FOUND"),
     "no such priority": (request(question(), priority=9), "options.priority", "INVALID_REQUEST"),
     "a bad id": (request(question(), request_id=""), "options.request_id", "INVALID_REQUEST"),
-}
+}  # fmt: skip
 
 
 async def test_what_is_wrong_with_the_call_fails_it(serve):

@@ -201,13 +201,7 @@ async def test_bad_input_names_its_field(serve: Serve) -> None:
 
 async def test_a_cancelled_request_has_no_target(serve: Serve) -> None:
     served = await serve(HeldRuntime())
-    call = served.vision.Gaze(
-        pb.GazeRequest(
-            image=raw_image(),
-            gaze=pb.GazeTask(faces=[FACE], accurate=True),
-            options=common_pb2.RequestOptions(request_id="mine"),
-        )
-    )
+    call = served.vision.Gaze(looks_of(faces=[FACE], accurate=True))
     await until(served.runtime.began.is_set)
     await until(lambda: served.engine.num_requests == 20)
     assert served.engine.cancel("mine") == 20
