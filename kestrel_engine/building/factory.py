@@ -173,6 +173,13 @@ def _build(
         raise ConfigError(
             "attention", "flashinfer", f"has no kernels for heads of {model.text.head_dim} values"
         )
+    if config.attention == "flashinfer" and model.text.tau_attn and model.text.n_heads % 4:
+        # A row of queries, keys, values and two numbers a head begins at a multiple of 16 bytes.
+        raise ConfigError(
+            "attention",
+            "flashinfer",
+            f"takes 4, 8, 12 … heads of this model, not {model.text.n_heads}",
+        )
     scales = kv_scales_of(config, opened, device, dtype, kernels)
     slabs = None
     if kernels and (lora is not None or origins is not None):

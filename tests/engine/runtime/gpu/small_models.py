@@ -30,11 +30,13 @@ MOE = {"num_experts": 6, "start_layer": 1, "experts_per_token": 2, "expert_inner
 
 
 def small_model(
-    family: str, *, seed: int = 0, heads: int = 2
+    family: str, *, seed: int = 0, heads: int = 2, head_dim: int = 32
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """``family``: "moondream2" or "moondream3"."""
     raw = {key: dict(value) for key, value in RAW.items()}
-    raw["text"] |= {"n_heads": heads, "n_kv_heads": heads}
+    dim = heads * head_dim
+    raw["text"] |= {"dim": dim, "n_heads": heads, "n_kv_heads": heads}
+    raw["vision"]["proj_out_dim"] = raw["region"]["dim"] = dim
     if family == "moondream3":
         raw["text"] |= {"tau_attn": True, "moe": MOE}
     config = parse_model_config({"config": raw}, family=family)
