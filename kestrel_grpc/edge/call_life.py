@@ -202,5 +202,6 @@ class CallLife:
         if not isinstance(request, AsyncIterator):
             call.message = request
         take_options(call)
-        call.reserve = self.guard.budgets.of(call.principal)
+        if self.guard.has_budget(call.principal):
+            call.reserve = self.guard.budgets.of(call.principal)
         self.watcher.on_message(call)

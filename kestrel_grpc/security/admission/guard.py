@@ -66,7 +66,9 @@ class Guard:
         self.limits = security.calls
         self.messages = MessageLimits(max_message_bytes, security.calls.held_bytes)
         self.admission = Admission(security.calls)
-        self.budgets = Budgets(token_budget(security.calls.token_budget))
+        default = token_budget(security.calls.token_budget)
+        self.budgets = Budgets(default)
+        self._all_have_budgets = bool(default.minute or default.day)
         self.visits = Visits()
         """Calls of health and reflection."""
         self.refusals = RefusalPace()
@@ -83,6 +85,11 @@ class Guard:
         self._strangers_room = MessageRoom(
             strangers, wait_s=_ROOM_WAIT_S, max_waiting=_STRANGERS_WAITING
         )
+
+    def has_budget(self, principal: Principal) -> bool:
+        """Whether a principal's tokens may be limited."""
+        own = (principal.minute_tokens, principal.day_tokens)
+        return self._all_have_budgets or own != (None, None)
 
     @property
     def held_bytes(self) -> int:
