@@ -95,6 +95,13 @@ WRONG = [
     ({"query": {"maxTokens": 1, "max_tokens": 1}}, "query", "only one of maxTokens, max_tokens"),
     ({"query": {"max_tokens": 2**31}}, "query.max_tokens", "number of 32 bits, got 2147483648"),
     ({"query": {"history": [{}] * 99 + [{"answer": []}]}}, "query.history[99].answer", "a string"),
+    ({"options": {"priority": 1.5}}, "options.priority", "PRIORITY_HIGH, got 1.5"),
+    (
+        {"query": {"sampling": {"topP": True}}},
+        "query.sampling.top_p",
+        "must be a number, got true",
+    ),
+    ({"query": {"question": True}}, "query.question", "must be a string, got true"),
     ({"options": {"priority": "HIGH"}}, "options.priority", 'PRIORITY_HIGH, got "HIGH"'),
     ({"query": {"question": "?", "sampling": {"topP": 1.5}}}, "query.sampling.top_p", "1.5"),
 ]
