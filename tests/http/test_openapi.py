@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_grpc.http.dialects.known_fields import CHAT, MOONDREAM_SETTINGS
 from kestrel_grpc.http.dialects.openai import UNSUPPORTED_PATHS
+from tests.environments import python_with
 
 
 async def test_the_document_has_what_the_port_reads(http):
@@ -34,3 +41,30 @@ async def test_the_document_has_what_the_port_reads(http):
     settings = detect["properties"]["settings"]["properties"]
     assert settings.keys() == MOONDREAM_SETTINGS.honoured
     assert settings["max_objects"]["type"] == ["integer", "null"]
+
+
+_TRIED = "^/(v1|api)/|ModelService|PutImage|/(Query|CountTokens)$"
+"""The paths that are tried: thousands of requests take a minute."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_the_port_does_what_the_document_says(http, tmp_path: Path):
+    """By schemathesis, with requests that follow the document and requests that don't. What follows it may still be
+    refused: no schema says which of two fields may be set, or whether a text is an image. The other methods of
+    VisionService have the same messages."""
+    python = await asyncio.to_thread(python_with, tmp_path, "schemathesis>=4.32,<5")
+    served, _ = await http()
+    process = await asyncio.create_subprocess_exec(
+        *(python.with_name("schemathesis"), "run"),
+        f"http://{served.server.http_addresses[0]}/openapi.json",
+        *("--phases", "coverage,fuzzing", "-n", "3", "--generation-deterministic"),
+        *("--exclude-checks", "positive_data_acceptance", "--continue-on-failure"),
+        *("--include-path-regex", _TRIED, "--request-timeout", "60"),
+        cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0, out.decode()[-5000:]
+    assert re.search(rb"(\d{4}) generated, \1 passed", out)
+    assert served.server.guard.held_bytes == 0
