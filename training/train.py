@@ -165,11 +165,8 @@ class Log:
         self._domains = torch.zeros(len(DOMAINS), 2, device=self._device)
 
     def add(self, batch: Batch, parts: dict[str, Tensor], seen: int, waited: float) -> None:
-        self._waited, self._seen, self._steps = (
-            self._waited + waited,
-            self._seen + seen,
-            self._steps + 1,
-        )
+        self._waited += waited
+        self._seen, self._steps = self._seen + seen, self._steps + 1
         rows = parts.pop("rows")
         self._domains.index_add_(0, batch.domain, torch.stack((rows, torch.ones_like(rows)), 1))
         for name, value in parts.items():

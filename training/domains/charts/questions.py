@@ -100,36 +100,24 @@ def _about_values(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterato
 def _about_series(
     rng: random.Random, t: dict[str, Any], s: dict[str, Any], pairs: list[tuple[str, float]]
 ) -> Iterator[Ask]:
-    """The extremes of a series, its trend, and two of its values."""
+    """The extremes of a series, and its trend."""
     several = len(t["series"]) > 1
     of = f" of {s['name']}" if several else ""
     (lowest, least), (_, second), *_ = ranked = sorted(pairs, key=lambda pair: pair[1])
     highest, most = ranked[-1]
-    if most >= 1.06 * ranked[-2][1]:
-        ways = (
-            "Which one has the highest value{o}?|What is the largest{o}?|Where is the maximum{o}?"
-        )
-        yield read(rng, "label", ways, highest, o=of)
-    if second >= 1.06 * least + 0.02 * most:
-        ways = (
-            "Which one has the lowest value{o}?|What is the smallest{o}?|Where is the minimum{o}?"
-        )
-        yield read(rng, "label", ways, lowest, o=of)
-    label, value = rng.choice(pairs)
-    if t["numbers"] and not several and [v for _, v in pairs].count(value) == 1:
-        ways = "Which category has the value {v}?|What has the value {v}?|Which one is {v}?"
-        yield read(rng, "category", ways, label, v=number(value))
+    for a, b, c, label, stands_out in (
+        ("highest", "largest", "maximum", highest, most >= 1.06 * ranked[-2][1]),
+        ("lowest", "smallest", "minimum", lowest, second >= 1.06 * least + 0.02 * most),
+    ):
+        ways = f"Which one has the {a} value{of}?|What is the {b}{of}?|Where is the {c}{of}?"
+        if stands_out:
+            yield read(rng, "label", ways, label)
     (start, first), (end, last) = pairs[0], pairs[-1]
     if t["kind"] == "line" and not 0.75 < last / max(first, 1e-9) < 1.33:
         ways = "Does {s} rise or fall from {a} to {b}?|From {a} to {b}, does {s} go up or down?"
         said = "It rises." if last > first else "It falls."
         name = s["name"] if several else "it"
         yield tell(rng, "trend", ways, said, s=name, a=start, b=end)
-    (a, one), (b, other) = rng.sample(pairs, 2)
-    if abs(one - other) > 0.06 * most:
-        ways = "Is {a} more than {b}{o}?|Is {a} larger than {b}{o}?|Is {a} higher than {b}{o}?"
-        said = "yes" if one > other else "no"
-        yield tell(rng, "compare", ways, said, a=a, b=b, o=of)
 
 
 def _absent(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
