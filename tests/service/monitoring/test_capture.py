@@ -289,7 +289,7 @@ async def test_deadlines_count(serve, tmp_path):
     assert {captured["code"] for captured in read(tmp_path)} == {"DEADLINE_EXCEEDED"}
 
 
-@pytest.mark.parametrize("bounds", [{"capture_max_files": 1}, {"capture_max_bytes": 3000}])
+@pytest.mark.parametrize("bounds", [{"capture_max_files": 1}, {"capture_max_bytes": 4500}])
 async def test_the_folder_has_bounds(serve, tmp_path, bounds):
     served = await serve(server_config=config(tmp_path, **bounds))
     admin = Admin(served)

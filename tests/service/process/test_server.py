@@ -129,6 +129,7 @@ async def test_reflection_describes_the_services(serve, version):
         MODEL_SERVICE,
         ADMIN_SERVICE,
         "inference.GRPCInferenceService",
+        "grpc.channelz.v1.Channelz",
         "grpc.health.v1.Health",
         "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
