@@ -38,6 +38,14 @@ LONG = (
 """Folders and files whose tests take longest. They start first, so that the processes end at about the same time. Those
 that compute and those that wait start together."""
 
+SLOW = (
+    *("abuse/processes", "abuse/connections/test_flood", "abuse/test_shares", "equality", "tools"),
+    *("deploy/test_haproxy", "cluster/test_server", "service/clients/test_directory"),
+    *("service/clients/test_several_servers", "service/images/test_memory"),
+    "engine/confinement/test_formats",
+)
+"""Folders and files of slow tests: processes that are killed, other programs, and mixtures of what is tested alone."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # The process that only hands out tests needs neither torch nor kernels: its workers start seconds earlier.
@@ -78,6 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(value in mark.args for mark in item.iter_markers("slow_with") for value in values):
+            item.add_marker("slow")
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker("slow")
 
     def rank(item: pytest.Item) -> int:

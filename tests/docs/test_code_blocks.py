@@ -191,6 +191,7 @@ def test_commands_are_ones_that_there_are(block, tmp_path, monkeypatch):
         assert args.command in COMMANDS and (not rest or hasattr(args, "words")), words
 
 
+@pytest.mark.slow
 def test_the_first_commands_of_the_readme_run_as_written(address, folder):
     """Apart from the length of the load test."""
     (block,) = [b for b in COMMAND_BLOCKS if b.text.startswith("cp clients")]

@@ -195,6 +195,7 @@ async def test_timeout_limits_the_time_in_the_queue(serve):
     call.cancel()
 
 
+@pytest.mark.slow
 async def test_streams_leave_memory_to_others(serve):
     """While its requests run, a stream reserves memory for the next one only if half of the room stays free. Streams
     with running requests would otherwise hold all of it, and unary calls would get none."""

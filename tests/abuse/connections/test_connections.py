@@ -61,6 +61,7 @@ def is_open(connection: socket.socket) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_silent_connections_of_one_address_leave_another_served(server: ServerProcess) -> None:
     silent = []
     for _ in range(CONNECTIONS):

@@ -176,6 +176,7 @@ def test_small_images_do_not_wait_for_expensive_ones(server, smalls, name):
     assert peak.bytes - before <= documented_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_decoder_behind(server):
     data = EXPENSIVE["WebP"]()
     with grpc.insecure_channel(server.address) as channel:

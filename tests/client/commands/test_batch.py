@@ -132,6 +132,7 @@ async def test_what_can_not_be_done_is_said_before_the_first_request(images, tmp
     assert other.read_text() == "a file of the user\n"
 
 
+@pytest.mark.slow
 async def test_a_busy_server_is_asked_again_and_an_absent_one_is_given_up(
     serve, images, tmp_path, capsys
 ):

@@ -227,6 +227,7 @@ def test_a_lora_that_does_not_fit() -> None:
         lora.adapter(text, torch.float32, cpu)
 
 
+@pytest.mark.slow
 async def test_refined_outlines_equal_merged_weights(
     tmp_path: Path, weights: dict[str, Tensor]
 ) -> None:

@@ -131,6 +131,7 @@ async def test_another_stream_continues_after_a_lost_connection(serve):
             assert left[-1].frame_id > 2
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_come_back(serve, monkeypatch):
     from kestrel_client.calls import frames
 

@@ -123,6 +123,7 @@ async def test_log_levels(serve, kind):
         loop.setLevel(before[1])
 
 
+@pytest.mark.slow
 async def test_profiles(serve, kind, tmp_path):
     config = {**CONFIG, "debug": DebugConfig(profile_dir=str(tmp_path))}
     served = await serve(EndlessRuntime(), server_config=config)

@@ -134,6 +134,7 @@ runpy.run_module("tests.abuse.fake_server", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @linux
 def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(tmp_path):
     """With a real RLIMIT_NOFILE: connections of one client fill it."""

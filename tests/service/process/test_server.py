@@ -386,6 +386,7 @@ async def test_stopping_does_not_wait_for_those_who_watch_health(serve):
     watch.cancel()
 
 
+@pytest.mark.slow
 async def test_pings_during_a_quiet_call_do_not_cost_the_connection(serve):
     """Without the right keepalive option grpc ends such a call with "Too many pings" after three of them."""
     served = await serve(HeldRuntime())

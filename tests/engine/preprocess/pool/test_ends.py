@@ -83,6 +83,7 @@ async def test_an_idle_decoder_that_dies_is_replaced(make_pool):
     assert (await pool.prepare(png())).image.num_crops == 2
 
 
+@pytest.mark.slow
 async def test_the_template_is_started_again(make_pool):
     pool = make_pool()
     [pid] = await decoders_of(pool)

@@ -70,6 +70,7 @@ def ids(found):
     return {number: [token.id for token in tokens] for number, tokens in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "most_rows"),
     [

@@ -74,6 +74,7 @@ def expected(name, images):
         runtime.close()
 
 
+@pytest.mark.slow
 def test_images_of_all_adapters_in_one_step_have_the_prefixes_of_merged_weights(tested):
     names = [None, *CHANGES]
     got = encoded(tested, of_all(names), parts=2)
