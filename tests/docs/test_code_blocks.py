@@ -54,6 +54,7 @@ EXCEPTIONS = {
     "from llama_index": "another package's client, run by tests/http/real_clients/test_real_clients.py",
     "OPENAI_API_KEY=the-token lmms-eval": "needs the hub; tests/http/dialects/test_openai.py sends its requests",
     "lm_eval ": "as tests/http/real_clients/test_real_clients.py does",
+    "import json\nimport time\nfrom openai": "run by tests/http/real_clients/test_real_clients.py",
     "import OpenAI": "another package's client, run by tests/http/real_clients/test_real_clients.py",
     "curl -s ": "run by tests/http/real_clients/test_real_clients.py",
     "curl -sf ": "run by tests/service/clients/test_documented_calls.py",

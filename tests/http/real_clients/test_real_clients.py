@@ -157,7 +157,7 @@ def test_ollama(endpoint: str, tmp_path: Path):
 
 
 def test_curl(endpoint: str, tmp_path: Path):
-    told = json.loads(example(tmp_path, endpoint, "curl -s", ["bash", "-euo", "pipefail"]))
+    told = json.loads(example(tmp_path, endpoint, "curl -s http", ["bash", "-euo", "pipefail"]))
     assert told["answer"] == "2"
 
 
