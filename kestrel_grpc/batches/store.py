@@ -146,7 +146,7 @@ class BatchStore:
         """A batch whose file is invalid has failed. Raises StoredNotFound, EngineOverloaded."""
 
         def add() -> dict[str, Any]:
-            file = self._owned("files", owner, asked.input_file_id)
+            file = self._owned("files", owner, asked.input_file_id, "input_file_id")
             if file["batch_id"] is not None:
                 raise InvalidRequest("input_file_id", "is an output; upload the requests as a file")
             self._check_share(owner.name, file["bytes"])
@@ -268,8 +268,8 @@ class BatchStore:
     def _one(self, query: str, *values: Any) -> Any:
         return self._db.execute(query, values).fetchone()
 
-    def _owned(self, table: str, owner: Principal, name: str) -> sqlite3.Row:
-        """The row of a caller's file or batch. Raises StoredNotFound."""
+    def _owned(self, table: str, owner: Principal, name: str, field: str = "id") -> sqlite3.Row:
+        """The row of a caller's file or batch, which ``field`` names. Raises StoredNotFound."""
         names = _COLUMNS[table]
         query = f"SELECT {names} FROM {table} WHERE id = ? AND owner = ?"
         row: sqlite3.Row | None = None
@@ -277,7 +277,7 @@ class BatchStore:
             row = self._one(query, name, owner.name)
         if row is None:
             raise StoredNotFound(
-                "id", f"you have no {'file' if table == 'files' else 'batch'} {name[:100]!r}"
+                field, f"you have no {'file' if table == 'files' else 'batch'} {name[:100]!r}"
             )
         return row
 

@@ -116,7 +116,7 @@ async def test_what_is_refused(http, tmp_path):
         ({**valid, "completion_window": "1h"}, "completion_window: must be 24h"),
         ({**valid, "metadata": {"a": 1}}, "metadata.a: must be a text"),
         ({**valid, "model": "x"}, "model: is unknown"),
-        ({**valid, "input_file_id": "file-1"}, "you have no file"),
+        ({**valid, "input_file_id": "file-1"}, "input_file_id: you have no file"),
     ):
         response = await client.post("/v1/batches", json=asked)
         assert response.status_code in (400, 404), asked
