@@ -14,23 +14,22 @@ class ClusterError(Exception):
     """The cluster cannot be reached, or cannot run the servers. The message is one line."""
 
 
-def checked_head(address: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The address for ``ray.init``. ``address``: that of the settings. Raises ClusterError."""
-    name = "--ray-address"
-    if address == "auto" and environ.get(_VARIABLE):
-        name, address = _VARIABLE, environ[_VARIABLE]
+def checked_head(environ: Mapping[str, str] = os.environ) -> str:
+    """The address for ``ray.init``: of RAY_ADDRESS, or "auto", with which Ray looks for a node on this machine. Raises
+    ClusterError."""
+    address = environ.get(_VARIABLE) or "auto"
     if address == "auto":
-        return address  # Ray looks for a node on this machine.
+        return address
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdecimal() or "/" in host:
         raise ClusterError(
-            f"{name}={address}: must be HOST:PORT of the head, or auto on a node of the cluster"
+            f"{_VARIABLE}={address}: must be HOST:PORT of the head, or auto on a node of the cluster"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), _WITHIN_S).close()
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise ClusterError(
-            f"{name}={address}: no Ray head answers there ({why}); start one with ray start --head"
+            f"{_VARIABLE}={address}: no Ray head answers there ({why}); start one with ray start --head"
         ) from None
     return address

@@ -175,9 +175,9 @@ def application(plan: ClusterPlan) -> serve.Application:
     return directory.bind(replica.bind(plan.task))
 
 
-def connect(config: ClusterConfig) -> None:
+def connect() -> None:
     """Raises ClusterError."""
-    address = checked_head(config.ray_address)
+    address = checked_head()
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """MetricsDoor: checks the credentials of scrapers, and holds the certificate of the metrics port.
 
 It uses the server's tokens, certificate and revocation lists, and renews them like the server. The authorities of
-scrapers' certificates are separate (--metrics-client-ca), because callers of the model and scrapers differ. The threads
+scrapers' certificates are separate (--metrics-tls FILE), because callers of the model and scrapers differ. The threads
 of the HTTP server use a MetricsDoor.
 """
 
@@ -19,9 +19,7 @@ from .identity.principal import NotAuthenticated, Scope, ScopeMissing
 from .identity.tls import RenewedContext
 from .listening import is_loopback
 
-_WAYS = (
-    "credentials (--auth-tokens or KESTREL_API_KEY with --open-metrics off, or --metrics-client-ca)"
-)
+_WAYS = "credentials (--auth-tokens or KESTREL_API_KEY, without metrics in --open; or a file of --metrics-tls)"
 UNAUTHORIZED, FORBIDDEN = "401 Unauthorized", "403 Forbidden"
 MISDIRECTED = "421 Misdirected Request"
 
@@ -32,11 +30,11 @@ class MetricsDoor:
     def __init__(self, address: str, security: SecurityConfig) -> None:
         """``address`` is HOST:PORT. Raises TlsError, TokenFileError, and AddressError for an unprotected address that
         other machines can reach."""
-        tls = security.tls if security.metrics_tls else None
+        tls = None if security.metrics_tls == "off" else security.tls
         if tls is not None:
             tls = replace(tls, client_ca=security.metrics_client_ca)
         client_ca = None if tls is None else tls.client_ca
-        self._open = security.open_metrics
+        self._open = security.is_open("metrics")
         """Whether scrapers need no token."""
         asks = client_ca is not None or (security.has_tokens and not self._open)
         _check_exposure(address, security, asks=asks, talks_tls=tls is not None)
@@ -91,7 +89,7 @@ def _check_exposure(address: str, security: SecurityConfig, *, asks: bool, talks
     if security.insecure_listen or is_loopback(address) or (asks and talks_tls):
         return
     missing = [
-        *([] if talks_tls else ["TLS (--tls-cert, --tls-key, --metrics-tls on)"]),
+        *([] if talks_tls else ["TLS (--tls-cert, --tls-key, --metrics-tls)"]),
         *([] if asks else [_WAYS]),
     ]
     raise AddressError(

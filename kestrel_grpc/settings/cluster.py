@@ -34,11 +34,6 @@ class ClusterConfig:
         parse=_name,
         metavar="NAME",
     )
-    ray_address: str = CLUSTER.setting(
-        "auto",
-        "the Ray cluster: HOST:PORT of its head; auto: RAY_ADDRESS, or the cluster of which this machine is a node",
-        metavar="ADDRESS",
-    )
     directory_listen: str = CLUSTER.setting(
         "127.0.0.1:8000",
         "where Ray Serve answers HTTP on the cluster's head, with the list of servers; no effect once Serve runs",

@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 
-from kestrel_engine import SettingGroup, check_settings, checked
+from kestrel_engine import ConfigError, SettingGroup, check_settings, checked
 
 from .budgets import checked_budget
-from .flags import SettingsError, add_settings, configured, dest_of
+from .flags import ON_OFF, SettingsError, add_settings, configured, dest_of, on_or_off
 from .sources import name_of
 
 KIB = 1024
@@ -20,6 +20,24 @@ _MOST = 1_000_000
 
 SECURITY = SettingGroup("TLS and callers", "security")
 CALLS = SettingGroup("limits of calls (0: none) and connections", "calls")
+
+
+OPEN_SERVICES = ("health", "reflection", "metrics")
+_NO_SERVICE = "none"
+
+
+def _open_service(text: str) -> str:
+    """Raises ValueError."""
+    if text not in (*OPEN_SERVICES, _NO_SERVICE):
+        raise ValueError(f"must be {', '.join(OPEN_SERVICES)} or {_NO_SERVICE}")
+    return text
+
+
+def _on_off_or_file(text: str) -> str:
+    try:
+        return on_or_off(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,24 +192,21 @@ class SecurityConfig:
     )
     api_key: str | None = field(default=None, repr=False)
     """A token with all scopes, independent of ``auth_tokens``."""
-    open_health: bool = SECURITY.setting(
-        True, "answer health checks of callers without credentials"
+    open_services: tuple[str, ...] = SECURITY.setting(
+        ("health", "reflection"),
+        "what callers may use without credentials if others need them: health, reflection, metrics (a scraper then "
+        "needs no token); none: nothing",
+        flag="--open",
+        parse=_open_service,
+        metavar="SERVICE",
+        shown="health,reflection",
     )
-    open_reflection: bool = SECURITY.setting(
-        True, "answer reflection calls of callers without credentials"
-    )
-    open_metrics: bool = SECURITY.setting(
-        False,
-        "serve metrics on --metrics-listen without a token of scope metrics, even if callers need tokens",
-    )
-    metrics_tls: bool = SECURITY.setting(
-        True, "serve --metrics-listen with the certificate of --tls-cert, if that is set"
-    )
-    metrics_client_ca: str | None = SECURITY.setting(
-        None,
-        "scrapers of --metrics-listen must present a certificate of one of these authorities (PEM)",
-        metavar="FILE",
-        shown="scrapers need no certificate",
+    metrics_tls: str = SECURITY.setting(
+        "on",
+        "on: --metrics-listen has the certificate of --tls-cert, if that is set; off: no TLS; FILE: with TLS, scrapers "
+        "must present a certificate of one of these authorities (PEM)",
+        parse=_on_off_or_file,
+        metavar="on|off|FILE",
     )
     insecure_listen: bool = SECURITY.setting(
         False, "allow addresses beyond loopback without TLS or without credentials"
@@ -201,6 +216,9 @@ class SecurityConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if len(self.open_services) > 1 and _NO_SERVICE in self.open_services:
+            value, limit = ",".join(self.open_services), f"{_NO_SERVICE} must be the only value"
+            raise ConfigError("open_services", value, limit)
 
     @property
     def age_grace_s(self) -> float | None:
@@ -208,6 +226,15 @@ class SecurityConfig:
         if self.connections.age_grace_s is not None:
             return self.connections.age_grace_s
         return None if self.calls.deadline_s is None else self.calls.deadline_s + _EXTRA_GRACE_S
+
+    def is_open(self, service: str) -> bool:
+        """Whether callers without credentials may use ``service``: health, reflection or metrics."""
+        return service in self.open_services
+
+    @property
+    def metrics_client_ca(self) -> str | None:
+        """File of the authorities of scrapers' certificates; None if scrapers need none."""
+        return None if self.metrics_tls in ON_OFF else self.metrics_tls
 
     @property
     def has_tokens(self) -> bool:
@@ -235,11 +262,6 @@ def add_security_flags(
 
 def security_config(args: argparse.Namespace) -> SecurityConfig:
     """Raises SettingsError."""
-    if args.metrics_client_ca is not None and args.metrics_tls == "off":
-        name = name_of(args, "--metrics-client-ca")
-        raise SettingsError(
-            f"{name} needs TLS, which {name_of(args, '--metrics-tls')}=off turns off"
-        )
     return configured(
         SecurityConfig,
         args,
@@ -250,17 +272,18 @@ def security_config(args: argparse.Namespace) -> SecurityConfig:
     )
 
 
-_TLS_FLAGS = ("--tls-cert", "--tls-key", "--tls-client-ca", "--metrics-client-ca")
+_TLS_FLAGS = ("--tls-cert", "--tls-key", "--tls-client-ca", "--metrics-tls")
 
 
 def _tls(args: argparse.Namespace) -> TlsFiles | None:
-    authorities = (args.tls_client_ca, args.metrics_client_ca)
-    if args.tls_client_crl is not None and authorities == (None, None):
+    asks_scrapers = args.metrics_tls not in ON_OFF
+    if args.tls_client_crl is not None and args.tls_client_ca is None and not asks_scrapers:
         name = name_of(args, "--tls-client-crl")
         raise SettingsError(
-            f"{name} needs --tls-client-ca or --metrics-client-ca, whose certificates it revokes"
+            f"{name} needs --tls-client-ca or a file of --metrics-tls, whose certificates it revokes"
         )
-    flags = [flag for flag in _TLS_FLAGS if getattr(args, dest_of(flag))]
+    flags = [flag for flag in _TLS_FLAGS[:3] if getattr(args, dest_of(flag))]
+    flags += _TLS_FLAGS[3:] if asks_scrapers else ()
     if not flags:
         return None
     for flag in _TLS_FLAGS[:2]:

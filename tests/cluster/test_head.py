@@ -12,9 +12,8 @@ from kestrel_grpc.cluster.head import ClusterError, checked_head
 def test_a_head_that_answers():
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        assert checked_head(address, {"RAY_ADDRESS": "127.0.0.1:1"}) == address
-        assert checked_head("auto", {"RAY_ADDRESS": address}) == address
-    assert checked_head("auto", {"RAY_ADDRESS": ""}) == "auto"
+        assert checked_head({"RAY_ADDRESS": address}) == address
+    assert checked_head({"RAY_ADDRESS": ""}) == checked_head({}) == "auto"
 
 
 @pytest.mark.parametrize(
@@ -30,4 +29,4 @@ def test_a_head_that_answers():
 )
 def test_addresses_without_a_head(address, message):
     with pytest.raises(ClusterError, match=message):
-        checked_head("auto", {"RAY_ADDRESS": address})
+        checked_head({"RAY_ADDRESS": address})

@@ -58,7 +58,9 @@ async def test_a_scraper_needs_the_scope_if_callers_need_tokens(http, security):
         else:
             assert response.status_code == 403
             assert "lacks the scope metrics or admin" in response.text
-    _, client = await http(server_config={"security": security(open_metrics=True)})
+    _, client = await http(
+        server_config={"security": security(open_services=("health", "metrics"))}
+    )
     assert (await scrape(None)).status_code == 200
 
 

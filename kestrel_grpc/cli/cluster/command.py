@@ -33,7 +33,7 @@ from ...workers.restarts import WorkersError
 
 ESSENTIAL = (
     *("--model", "--weights", "--device", "--config", "--replicas", "--max-replicas"),
-    *("--replica-gpus", "--ray-address", "--insecure-listen", "--auth-tokens", "--tls-cert"),
+    *("--replica-gpus", "--insecure-listen", "--auth-tokens", "--tls-cert"),
     *("--tls-key", "--addresses-file", "--endpoints-file", "--front"),
 )
 _ACTIONS = {
@@ -84,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
     on_ray = _ray()
     try:
         if args.action == "down":
-            on_ray.connect(config)
+            on_ray.connect()
             on_ray.remove(config)
             return 0
         plan = cluster_plan(args, configuration(args), args.settings)
-        on_ray.connect(config)
+        on_ray.connect()
         on_ray.deploy(plan, partial(print, file=sys.stderr))
     except (ClusterError, AddressError) as error:
         raise CommandError(str(error)) from None

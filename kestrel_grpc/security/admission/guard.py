@@ -117,7 +117,7 @@ class Guard:
 
     def check_scraper(self, metadata: Metadata, context: Any) -> None:
         """Checks that a caller of the model's port may read the metrics. Raises NotAuthenticated, ScopeMissing."""
-        if not self.security.open_metrics:
+        if not self.security.is_open("metrics"):
             self.principal(metadata, context).check(Scope.METRICS, Scope.ADMIN)
         elif self._callers.asks_certificate:
             self._callers.check_revoked(context.auth_context())
@@ -154,8 +154,8 @@ class Guard:
             principal = self.principal(metadata, context)
             principal.check(*needed_scopes(method))
             return principal
-        is_open = (method.startswith(HEALTH_METHODS) and self.security.open_health) or (
-            method.startswith(REFLECTION_METHODS) and self.security.open_reflection
+        is_open = (method.startswith(HEALTH_METHODS) and self.security.is_open("health")) or (
+            method.startswith(REFLECTION_METHODS) and self.security.is_open("reflection")
         )
         if self._callers.asks_certificate:
             connection = context.auth_context()

@@ -379,7 +379,7 @@ async def test_certificates_identify_callers_through_the_front(folder: Path, aut
     flags = ("--tls-cert", pair.cert, "--tls-key", pair.key, "--tls-client-ca", authority.ca.cert)
     tokens = folder / "tokens"
     tokens.write_text("")
-    with Workers(folder, *FRONT, *map(str, flags), "--open-health", "off") as server:
+    with Workers(folder, *FRONT, *map(str, flags), "--open", "reflection") as server:
 
         async def ask(client_pair: Pair | None, **options: str) -> str:
             """The caller's name in the access log."""
@@ -421,7 +421,7 @@ def _shown(pair: Pair) -> dict[str, Path]:
 
 async def test_tokens_are_checked_before_a_message_is_read(folder: Path):
     with Workers(
-        folder, *FRONT, "--open-health", "off", KESTREL_API_KEY="secret-token-0123"
+        folder, *FRONT, "--open", "reflection", KESTREL_API_KEY="secret-token-0123"
     ) as server:
         async with AsyncKestrelClient(
             server.address, token="secret-token-0123", timeout=60

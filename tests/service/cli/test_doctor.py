@@ -122,7 +122,7 @@ def test_a_port_for_metrics_that_would_not_be_served(tmp_path):
 
     assert told("127.0.0.1:0") == []
     [(check, status, message)] = told("0.0.0.0:0")
-    assert (check, status) == ("metrics", "fail") and "--metrics-client-ca" in message
+    assert (check, status) == ("metrics", "fail") and "--metrics-tls" in message
     assert told("0.0.0.0:0", insecure_listen=True) == []
     assert told("127.0.0.1:0", auth_tokens=str(tmp_path / "none")) == [], "told of with the callers"
 

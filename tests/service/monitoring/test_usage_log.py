@@ -64,7 +64,7 @@ async def metered(serve, tmp_path):
         "telemetry": TelemetryConfig(prometheus="127.0.0.1:0"),
         "usage_log": str(folder),
     }
-    config["security"] = replace(config["security"], open_metrics=True)
+    config["security"] = replace(config["security"], open_services=("health", "metrics"))
     served = await serve(WorkRuntime(LIMITS, never_ends), server_config=config)
     return served, folder, *((("authorization", f"Bearer {t}"),) for t in tokens.values())
 

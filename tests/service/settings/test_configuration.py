@@ -81,7 +81,7 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
         log-level = "info,kestrel_engine.steps.loop=debug"
         [security]
         auth-tokens = "/etc/kestrel/tokens"
-        open-health = "off"
+        open = ["metrics", "reflection"]
         [calls]
         rate = 2.5
         """
@@ -97,7 +97,7 @@ def test_the_file_gives_what_flags_and_variables_do_not(file):
         assert (server.grace_s, server.orca) == (2, True)
         assert server.log_level == "info,kestrel_engine.steps.loop=debug"
         assert server.security.auth_tokens == "/etc/kestrel/tokens"
-        assert not server.security.open_health
+        assert server.security.open_services == ("metrics", "reflection")
         assert server.security.calls.rate == 2.5
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from kestrel_grpc.settings.flags import Parser, SettingsError
 from kestrel_grpc.settings.security import (
+    OPEN_SERVICES,
     CallLimits,
     ConnectionLimits,
     SecurityConfig,
@@ -34,14 +35,14 @@ def test_flags_and_variables_reach_their_fields():
 
 def test_scrapers_certificates_and_those_taken_back():
     pair = ("--tls-cert", "c", "--tls-key", "k")
-    told = config(*pair, "--metrics-client-ca", "m", "--tls-client-crl", "l")
+    told = config(*pair, "--metrics-tls", "m", "--tls-client-crl", "l")
     assert told.metrics_client_ca == "m" and not told.knows_callers
     assert told.tls == TlsFiles(certificate="c", private_key="k", client_crl="l")
-    assert config(*pair, KESTREL_METRICS_CLIENT_CA="m").metrics_client_ca == "m"
+    assert config(*pair, KESTREL_METRICS_TLS="m").metrics_client_ca == "m"
     for flags, words in (
-        (("--metrics-client-ca", "m"), "TLS needs both"),
+        (("--metrics-tls", "m"), "--metrics-tls: TLS needs both"),
         ((*pair, "--tls-client-crl", "l"), "--tls-client-crl needs --tls-client-ca or"),
-        ((*pair, "--metrics-client-ca", "m", "--metrics-tls=off"), "--metrics-client-ca needs TLS"),
+        (("--open", "none,health"), "--open=none,health: none must be the only value"),
     ):
         with pytest.raises(SettingsError, match=words):
             config(*flags)
@@ -49,16 +50,16 @@ def test_scrapers_certificates_and_those_taken_back():
 
 def test_callers_and_their_limits():
     told = config(
-        *("--auth-tokens", "t", "--open-health", "off", "--open-reflection", "off"),
-        *("--open-metrics", "on", "--metrics-tls", "off"),
+        *("--auth-tokens", "t", "--open", "metrics", "--metrics-tls", "false"),
         *("--max-calls", "1", "--max-held-bytes", "2KiB", "--rate", "1.5"),
         *("--max-deadline", "4", "--write-timeout", "5"),
         *("--max-connection-age", "7"),
         KESTREL_API_KEY="k" * 20,
     )
     assert (told.auth_tokens, told.api_key) == ("t", "k" * 20)
-    assert (told.open_health, told.open_reflection) == (False, False)
-    assert (told.open_metrics, told.metrics_tls) == (True, False)
+    assert (told.open_services, told.metrics_tls) == (("metrics",), "off")
+    assert [config().is_open(what) for what in OPEN_SERVICES] == [True, True, False]
+    assert not any(map(config("--open", "none").is_open, OPEN_SERVICES))
     assert told.calls == CallLimits(calls=1, held_bytes=2048, rate=1.5, deadline_s=4, write_s=5)
     assert told.connections == ConnectionLimits(age_s=7)
     off = ("--max-calls", "--max-held-bytes", "--rate", "--max-deadline", "--write-timeout")

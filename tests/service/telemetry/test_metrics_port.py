@@ -70,7 +70,7 @@ async def test_where_callers_have_tokens_scrapers_need_one(served, tokens):
 
 
 async def test_they_need_none_where_callers_have_none_or_they_may_do_without(served, tokens):
-    for security in ({}, {"auth_tokens": tokens, "open_metrics": True}):
+    for security in ({}, {"auth_tokens": tokens, "open_services": ("metrics",)}):
         status, _, _ = await asyncio.to_thread(get, f"http://{await served(**security)}/metrics")
         assert status == 200
 
@@ -164,13 +164,13 @@ async def test_tls_with_the_servers_certificate_and_its_renewal(served, tmp_path
     assert await asyncio.to_thread(shown) == before
     pair.key.write_bytes(renewed.key.read_bytes())
     assert await asyncio.to_thread(shown) != before
-    plainly = await served(tls=files, metrics_tls=False)
+    plainly = await served(tls=files, metrics_tls="off")
     status, _, _ = await asyncio.to_thread(get, f"http://{plainly}/metrics")
     assert status == 200
 
 
 def mutual(authority, pair, **fields):
-    return {"tls": pair.tls(**fields), "metrics_client_ca": str(authority.ca.cert)}
+    return {"tls": pair.tls(**fields), "metrics_tls": str(authority.ca.cert)}
 
 
 def as_client(authority, pair=None):
@@ -213,7 +213,7 @@ async def test_a_scrapers_certificate_says_who_it_is(served, tmp_path):
 async def test_where_nobody_has_a_token_a_certificate_is_enough(served, tmp_path):
     authority = make_authority(tmp_path)
     security = mutual(authority, authority.issue("localhost"))
-    for more in ({}, {"auth_tokens": str(tmp_path / "tokens"), "open_metrics": True}):
+    for more in ({}, {"auth_tokens": str(tmp_path / "tokens"), "open_services": ("metrics",)}):
         (tmp_path / "tokens").write_text("")
         url = f"https://{await served(**security, **more)}/metrics"
         context = as_client(authority, authority.issue("any"))
@@ -224,7 +224,7 @@ async def test_scrapers_authorities_are_taken_anew(served, tmp_path):
     old, new = make_authority(folder(tmp_path, "old")), make_authority(folder(tmp_path, "new"))
     ca = tmp_path / "scrapers.pem"
     ca.write_bytes(old.ca.cert.read_bytes())
-    security = {**mutual(old, old.issue("localhost")), "metrics_client_ca": str(ca)}
+    security = {**mutual(old, old.issue("localhost")), "metrics_tls": str(ca)}
     url = f"https://{await served(**security)}/metrics"
 
     async def ask(authority):
@@ -242,9 +242,9 @@ async def test_scrapers_authorities_are_taken_anew(served, tmp_path):
         await ask(old)
 
 
-@pytest.mark.parametrize("open_metrics", [False, True])
+@pytest.mark.parametrize("open_services", [(), ("metrics",)])
 async def test_a_scrapers_certificate_can_be_taken_back(
-    served, tmp_path, open_metrics, monkeypatch
+    served, tmp_path, open_services, monkeypatch
 ):
     monkeypatch.setattr(revocation, "_CHECK_EVERY_S", 0.0)
     callers_ca, authority = make_authority(tmp_path), make_authority(folder(tmp_path, "scrapers"))
@@ -252,7 +252,7 @@ async def test_a_scrapers_certificate_can_be_taken_back(
     lists.write_bytes(list_of(authority))
     files = {"client_ca": callers_ca.ca.cert, "client_crl": lists}
     security = mutual(authority, authority.issue("localhost"), **files)
-    url = f"https://{await served(**security, open_metrics=open_metrics)}/metrics"
+    url = f"https://{await served(**security, open_services=open_services)}/metrics"
     pair = authority.issue("prometheus")
     context = as_client(authority, pair)
     assert (await asyncio.to_thread(get, url, None, context))[0] == 200
@@ -292,14 +292,14 @@ def test_beyond_loopback_it_needs_both_or_an_explicit_word(address, tokens, tmp_
         SecurityConfig(),
         SecurityConfig(tls=tls),
         SecurityConfig(auth_tokens=tokens),
-        SecurityConfig(tls=tls, auth_tokens=tokens, open_metrics=True),
-        SecurityConfig(tls=tls, auth_tokens=tokens, metrics_tls=False),
+        SecurityConfig(tls=tls, auth_tokens=tokens, open_services=("metrics",)),
+        SecurityConfig(tls=tls, auth_tokens=tokens, metrics_tls="off"),
     ):
         with pytest.raises(AddressError, match="--insecure-listen allows it"):
             MetricsDoor(address, security)
     assert MetricsDoor(address, SecurityConfig(tls=tls, auth_tokens=tokens)).talks_tls
     scrapers = str(pair.cert)
-    for more in ({}, {"auth_tokens": tokens, "open_metrics": True}):
-        door = MetricsDoor(address, SecurityConfig(tls=tls, metrics_client_ca=scrapers, **more))
+    for more in ({}, {"auth_tokens": tokens, "open_services": ("metrics",)}):
+        door = MetricsDoor(address, SecurityConfig(tls=tls, metrics_tls=scrapers, **more))
         assert door.talks_tls
     assert MetricsDoor(address, SecurityConfig(insecure_listen=True)).refusal(None) is None

@@ -20,7 +20,7 @@ from tests.waiting import until
 KEY = "the-key-of-an-administrator"
 TOKEN = (("authorization", f"Bearer {KEY}"),)
 CLOSED = {
-    "security": SecurityConfig(api_key=KEY, open_health=False, open_reflection=False),
+    "security": SecurityConfig(api_key=KEY, open_services=()),
     "access_log": "text",
 }
 

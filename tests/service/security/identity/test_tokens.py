@@ -184,7 +184,7 @@ async def answers(served, method, metadata=()):
 
 async def test_health_and_reflection_can_be_closed(serve, tokens):
     token = tokens.add("a", Scope.METRICS)
-    served = await serve(server_config=tokens.config(open_health=False, open_reflection=False))
+    served = await serve(server_config=tokens.config(open_services=()))
     for method in (HEALTH, REFLECTION):
         assert not await answers(served, method)
         assert await answers(served, method, bearer(token))
