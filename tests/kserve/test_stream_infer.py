@@ -109,7 +109,7 @@ async def test_cancel_frees_pages(serve):
     free = served.engine.stats.pages_free
     call = stub.ModelStreamInfer([infer(id=f"{n}", STREAM=True, **LONG) for n in range(2)])
     await call.read()
-    assert served.engine.num_requests == 2
+    await until(lambda: served.engine.num_requests == 2)
     call.cancel()
     await until(lambda: served.engine.num_requests == 0)
     await until(lambda: served.engine.stats.pages_free + served.engine.stats.pages_cached >= free)
