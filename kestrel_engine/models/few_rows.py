@@ -1,9 +1,7 @@
 """Products of few rows on a CPU at the speed of its memory, compiled by LLVM for the processor at hand.
 
 Such a product reads each weight once, so its time is that of the read. torch's products of one row reach a third to a
-half of the rate at which two cores read memory. These functions are written in LLVM's intermediate language through
-llvmlite, which brings the compiler along: a user needs none. They run on torch's own threads, by `GOMP_parallel` of the
-OpenMP library that torch has loaded.
+half of the rate at which two cores read memory.
 
 The forms of a weight [N, K] are ``bf16``, ``int8`` and ``int4``: `weight_only` says what they hold. With the last two,
 a row of ``x`` is rounded to int8 in groups along K, each with its own scale, as llama.cpp's products do. Sums within a
@@ -12,17 +10,16 @@ group are whole numbers, so a row's result does not depend on the other rows.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from . import host_code
+from .host_code import LANES
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +29,8 @@ MOST_ROWS = {"bf16": 4, "int8": 8, "int4": 8}
 """The rows of one call. With more rows in bfloat16, torch is as fast."""
 SMALL = 1 << 18
 """Bytes or numbers of a weight below which torch's product costs no more time."""
-_LANES = 16
-"""Numbers of 32 bits in a vector."""
 _GROUPS = (128, 64)
 """Of ``x`` beside int8: the first that divides K. Beside int4, the weight's own groups are used."""
-_ARGUMENTS = ("weight", "scales", "x", "rounded", "steps", "sums", "y", "n", "k", "threads")
-"""Of a compiled function, as a structure of whole numbers: pointers, sizes, and how many threads share the work."""
 
 
 def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:
@@ -46,11 +39,11 @@ def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:
     if form == "bf16":
         return 32 if k % 32 == 0 else None
     if form == "int8":
-        fast = _int8_width(_features())
+        fast = _int8_width(host_code.features())
         return next((group for group in _GROUPS if fast and k % group == 0), None)
     assert scales is not None
     group = k // scales.shape[-2]
-    fits = group % 64 == 0 and k % (_LANES * group) == 0 and scales.dtype == torch.bfloat16
+    fits = group % 64 == 0 and k % (LANES * group) == 0 and scales.dtype == torch.bfloat16
     return group if fits else None
 
 
@@ -72,7 +65,7 @@ def product(form: Form, x: Tensor, weight: Tensor, scales: Tensor | None, group:
         into = out if len(out) == compiled_rows else y.new_empty(compiled_rows, n)
         rounded = x.new_empty(compiled_rows, k, dtype=torch.int8)
         steps = y.new_empty(2, compiled_rows, k // group + 1)
-        values = (
+        _compiled(form, compiled_rows, group)(
             weight.data_ptr(),
             0 if scales is None else scales.data_ptr(),
             some.data_ptr(),
@@ -82,9 +75,7 @@ def product(form: Form, x: Tensor, weight: Tensor, scales: Tensor | None, group:
             into.data_ptr(),
             n,
             k,
-            torch.get_num_threads(),
         )
-        _compiled(form, compiled_rows, group)((ctypes.c_int64 * len(values))(*values))
         if into is not out:
             out.copy_(into[: len(out)])
     return y
@@ -92,11 +83,9 @@ def product(form: Form, x: Tensor, weight: Tensor, scales: Tensor | None, group:
 
 @cache
 def available() -> bool:
-    """Whether the functions work here: llvmlite and torch's threads are found, and a small product is right."""
-    if platform.machine() not in ("x86_64", "AMD64") or _openmp() is None:
-        return False
+    """Whether the functions work here: `host_code` supports the processor, and a small product is right."""
     try:
-        if not _features().get("avx2"):
+        if not host_code.supported():
             return False
         # No random numbers: what a seed gives must not depend on this.
         values = torch.linspace(-1, 1, 9 * 64).sin().view(9, 64).bfloat16()
@@ -109,51 +98,8 @@ def available() -> bool:
 
 
 @cache
-def _features() -> Mapping[str, bool]:
-    from llvmlite import binding
-
-    return dict(binding.get_host_cpu_features())
-
-
-@cache
-def _openmp() -> str | None:
-    """The path of the OpenMP library that this process has loaded with torch, if it has GNU's interface."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
-    paths = [
-        path for path in sorted(loaded) if "gomp" in Path(path).name or "omp5" in Path(path).name
-    ]
-    return next((path for path in paths if hasattr(ctypes.CDLL(path), "GOMP_parallel")), None)
-
-
-@cache
-def _compiled(form: Form, rows: int, group: int) -> Callable[[Any], None]:
-    """Compiles for this processor. Takes some 0.1 s, once for each number of rows."""
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    path = _openmp()
-    assert path is not None
-    openmp = ctypes.CDLL(path)
-    for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
-        binding.add_symbol(name, ctypes.cast(getattr(openmp, name), ctypes.c_void_p).value)
-    features = binding.get_host_cpu_features().flatten()
-    machine = binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=features, opt=3, jit=True
-    )
-    module = binding.parse_assembly(str(_Code(form, rows, group, _features()).module()))
-    module.verify()
-    options = binding.create_pipeline_tuning_options(speed_level=3)
-    passes = binding.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(module, passes)
-    engine = binding.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("run"))
-    function.engine = engine  # type: ignore[attr-defined]  # owns the code
-    return function
+def _compiled(form: Form, rows: int, group: int) -> Callable[..., None]:
+    return host_code.compiled(_Code(form, rows, group, host_code.features()))
 
 
 def _int8_width(features: Mapping[str, bool]) -> int:
@@ -173,46 +119,26 @@ def _bfloat() -> Any:
     return BFloat()
 
 
-class _Code:
-    """The functions of one module: ``run`` rounds x and starts the threads, each of which computes its rows of W."""
+class _Code(host_code.Code):
+    """Each thread computes its rows of W."""
 
-    def __init__(self, form: Form, rows: int, group: int, features: Any) -> None:
-        from llvmlite import ir
+    arguments = "weight", "scales", "x", "rounded", "steps", "sums", "y", "n", "k"
 
-        self._ir = ir
+    def __init__(self, form: Form, rows: int, group: int, features: Mapping[str, bool]) -> None:
+        super().__init__(f"{form}_{rows}_{group}")
         self._form, self._rows, self._group = form, rows, group
-        self._byte, self._half = ir.IntType(8), ir.IntType(16)
-        self._word, self._long = ir.IntType(32), ir.IntType(64)
-        self._float, self._pointer, self._none = ir.FloatType(), ir.PointerType(), ir.VoidType()
-        self._floats, self._words = self._vector(self._float), self._vector(self._word)
         self._has_bf16 = bool(features.get("avx512bf16"))
         self._has_int8 = _int8_width(features)
-        self._module = ir.Module(f"{form}_{rows}_{group}")
-        self._b: Any = None
 
-    def module(self) -> Any:
-        share = self._begin("share")
-        self._share()
-        self._b.ret_void()
-        self._begin("run")
+    def _prepare(self) -> None:
         if self._form != "bf16":
             self._round()
-        threads = self._b.trunc(self._size("threads"), self._word)
-        start = self._known(
-            "GOMP_parallel", self._none, self._pointer, self._pointer, self._word, self._word
-        )
-        self._b.call(start, [share, self._b.function.args[0], threads, self._word(0)])
-        self._b.ret_void()
-        return self._module
 
     def _share(self) -> None:
         """A thread's part of ``y``: a row of W after the other, because that is how memory is read fastest."""
         b, long = self._b, self._long
         n = self._size("n")
-        thread = b.sext(b.call(self._known("omp_get_thread_num", self._word), []), long)
-        threads = b.sext(b.call(self._known("omp_get_num_threads", self._word), []), long)
-        first = b.sdiv(b.mul(n, thread), threads)
-        end = b.sdiv(b.mul(n, b.add(thread, long(1))), threads)
+        first, end = self._part(n)
         fill = {"bf16": self._sum_bf16, "int8": self._sum_int8, "int4": self._sum_int4}[self._form]
         with self._loop(first, end, 1) as row:
             totals = [self._variable(self._floats) for _ in range(self._rows)]
@@ -223,9 +149,7 @@ class _Code:
 
     def _result(self, total: Any, row: Any, r: int) -> Any:
         b = self._b
-        add = self._known("llvm.vector.reduce.fadd.v16f32", self._float, self._float, self._floats)
-        lanes = [self._float(-0.0), b.load(total, typ=self._floats)]
-        y = b.call(add, lanes, fastmath=("reassoc",))
+        y = self._sum(b.load(total, typ=self._floats))
         if self._form != "int8":
             return y
         # The weights were read as w + 128.
@@ -291,7 +215,7 @@ class _Code:
                     step = b.fmul(b.bitcast(scale, self._float), step)
                     self._add(total, self._dot_of_group(ws, its, r), step)
         # Minus the zero points' part, for 16 groups at a time.
-        with self._loop(long(0), groups, _LANES) as group:
+        with self._loop(long(0), groups, LANES) as group:
             pairs = self._load("scales", b.add(b.mul(row, groups), group), self._words)
             offset = b.fneg(b.fmul(self._low_halves(pairs), self._high_halves(pairs)))
             for r, total in enumerate(totals):
@@ -325,7 +249,7 @@ class _Code:
             with self._loop(long(0), groups, 1) as group:
                 first = b.add(b.mul(long(r), k), b.mul(group, long(self._group)))
                 top, whole = self._variable(self._floats), self._variable(self._words)
-                with self._loop(first, b.add(first, long(self._group)), _LANES) as at:
+                with self._loop(first, b.add(first, long(self._group)), LANES) as at:
                     x = b.call(absolute, [self._load("x", at, self._floats, 4)])
                     b.store(b.call(larger, [b.load(top, typ=self._floats), x]), top)
                 most = b.call(largest, [b.load(top, typ=self._floats)])
@@ -335,7 +259,7 @@ class _Code:
                 finite = b.fcmp_ordered("<", most, self._float(1e38))
                 inverse = b.fdiv(self._float(127.0), b.select(small, self._float(1.0), most))
                 inverse = self._splat(b.select(finite, inverse, self._float(0.0)))
-                with self._loop(first, b.add(first, long(self._group)), _LANES) as at:
+                with self._loop(first, b.add(first, long(self._group)), LANES) as at:
                     x = b.fmul(self._load("x", at, self._floats, 4), inverse)
                     x = b.select(b.fcmp_ordered("ord", x, x), x, ir.Constant(self._floats, None))
                     number = b.fptosi(b.call(rint, [x]), self._words)
@@ -375,7 +299,7 @@ class _Code:
             ones = self._ir.Constant(shorts, [1] * 16)
             sums = b.call(fours, [b.call(pairs, [w_half, x_half]), ones])
             parts.append(b.add(part, sums))
-        return b.shuffle_vector(*parts, self._ir.Constant(self._words, list(range(_LANES))))
+        return b.shuffle_vector(*parts, self._ir.Constant(self._words, list(range(LANES))))
 
     def _dot_of(self, bits: int) -> Any:
         words, bytes_ = self._vector(self._word, bits // 32), self._vector(self._byte, bits // 8)
@@ -396,81 +320,9 @@ class _Code:
         numbers = b.sitofp(whole, self._floats)
         b.store(self._fma(numbers, self._splat(scale), b.load(total, typ=self._floats)), total)
 
-    def _begin(self, name: str) -> Any:
-        kind = self._ir.FunctionType(self._none, (self._pointer,))
-        function = self._ir.Function(self._module, kind, name)
-        self._b = self._ir.IRBuilder(function.append_basic_block())
-        return function
-
-    @contextmanager
-    def _loop(self, start: Any, end: Any, step: int) -> Iterator[Any]:
-        """``for i in range(start, end, step)``: the context's value is ``i``, and its code builds the body."""
-        b = self._b
-        test, body, after = (b.function.append_basic_block() for _ in range(3))
-        counter = self._variable(self._long)
-        b.store(start, counter)
-        b.branch(test)
-        b.position_at_end(test)
-        i = b.load(counter, typ=self._long)
-        b.cbranch(b.icmp_signed("<", i, end), body, after)
-        b.position_at_end(body)
-        yield i
-        b.store(b.add(i, self._long(step)), counter)
-        b.branch(test)
-        b.position_at_end(after)
-
-    def _variable(self, kind: Any) -> Any:
-        """A variable that is zero from here on."""
-        with self._b.goto_entry_block():
-            place = self._b.alloca(kind)
-        self._b.store(self._ir.Constant(kind, None if kind is not self._long else 0), place)
-        return place
-
-    def _size(self, name: str) -> Any:
-        index = self._long(_ARGUMENTS.index(name))
-        place = self._b.gep(self._b.function.args[0], [index], source_etype=self._long)
-        return self._b.load(place, typ=self._long)
-
-    def _at(self, name: str, index: Any, kind: Any) -> Any:
-        start = self._b.inttoptr(self._size(name), self._pointer)
-        return self._b.gep(start, [index], source_etype=kind)
-
-    def _load(self, name: str, index: Any, kind: Any, align: int = 0) -> Any:
-        """Reads ``kind``, a number or a vector, from element ``index``."""
-        element = getattr(kind, "element", kind)
-        size = 4 if element is self._float else element.width // 8
-        return self._b.load(self._at(name, index, element), typ=kind, align=align or size)
-
     def _groups(self) -> Any:
         return self._b.sdiv(self._size("k"), self._long(self._group))
 
     def _row_of_groups(self, r: int) -> Any:
         """Where the groups of row ``r`` begin in ``steps`` and ``sums``."""
         return self._b.mul(self._long(r), self._b.add(self._groups(), self._long(1)))
-
-    def _vector(self, kind: Any, count: int = _LANES) -> Any:
-        return self._ir.VectorType(kind, count)
-
-    def _splat(self, number: Any) -> Any:
-        none = self._ir.Constant(self._floats, self._ir.Undefined)
-        first = self._b.insert_element(none, number, self._word(0))
-        return self._b.shuffle_vector(first, none, self._ir.Constant(self._words, [0] * _LANES))
-
-    def _low_halves(self, words: Any) -> Any:
-        """The bfloat16 numbers with even places, as floats."""
-        shift = self._ir.Constant(self._words, [16] * _LANES)
-        return self._b.bitcast(self._b.shl(words, shift), self._floats)
-
-    def _high_halves(self, words: Any) -> Any:
-        mask = self._ir.Constant(self._words, [-65536] * _LANES)
-        return self._b.bitcast(self._b.and_(words, mask), self._floats)
-
-    def _fma(self, a: Any, b: Any, c: Any) -> Any:
-        return self._b.call(self._known("llvm.fma.v16f32", *[self._floats] * 4), [a, b, c])
-
-    def _known(self, name: str, result: Any, *arguments: Any) -> Any:
-        """A function of LLVM or of the OpenMP library."""
-        found = self._module.globals.get(name)
-        return found or self._ir.Function(
-            self._module, self._ir.FunctionType(result, arguments), name
-        )

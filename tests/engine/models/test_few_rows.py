@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kestrel_engine.models import few_rows, weight_only
+from kestrel_engine.models import few_rows, host_code, weight_only
 from kestrel_engine.models.weight_only import product, round_rows, round_to_groups, widened
 
 pytestmark = pytest.mark.skipif(
@@ -22,11 +22,11 @@ PROCESSORS = {
 def processor(request, monkeypatch):
     """Compiles with the instructions of older processors, too."""
     features = PROCESSORS[request.param]
-    if features == PROCESSORS["avxvnni"] and not few_rows._features().get("avx512vnni"):
+    if features == PROCESSORS["avxvnni"] and not host_code.features().get("avx512vnni"):
         pytest.skip("this processor has no such instructions")
     few_rows._compiled.cache_clear()
     if features is not None:
-        monkeypatch.setattr(few_rows, "_features", lambda: features)
+        monkeypatch.setattr(host_code, "features", lambda: features)
     yield request.param
     few_rows._compiled.cache_clear()
 

@@ -1,0 +1,211 @@
+"""Functions that LLVM compiles for the processor at hand. They run on torch's own threads.
+
+They are written in LLVM's intermediate language through llvmlite, which brings the compiler along: a user needs none.
+The threads start by `GOMP_parallel` of the OpenMP library that torch has loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LANES = 16
+"""Numbers of 32 bits in a vector."""
+
+
+@cache
+def supported() -> bool:
+    """Whether functions can run here: an x86-64 processor with AVX2, llvmlite and torch's threads.
+
+    Raises ImportError without llvmlite.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or openmp() is None:
+        return False
+    return bool(features().get("avx2"))
+
+
+@cache
+def features() -> Mapping[str, bool]:
+    """What the processor has, by LLVM's names."""
+    from llvmlite import binding
+
+    return dict(binding.get_host_cpu_features())
+
+
+@cache
+def openmp() -> str | None:
+    """The path of the OpenMP library that this process has loaded with torch, if it has GNU's interface."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
+    paths = [
+        path for path in sorted(loaded) if "gomp" in Path(path).name or "omp5" in Path(path).name
+    ]
+    return next((path for path in paths if hasattr(ctypes.CDLL(path), "GOMP_parallel")), None)
+
+
+def compiled(code: Code) -> Callable[..., None]:
+    """Returns a function of ``code.arguments``, all whole numbers. Takes some 0.1 s."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    path = openmp()
+    assert path is not None
+    library = ctypes.CDLL(path)
+    for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
+        binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    flags = binding.get_host_cpu_features().flatten()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=flags, opt=3, jit=True
+    )
+    module = binding.parse_assembly(str(code.module()))
+    module.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=3)
+    passes = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("run"))
+    structure = ctypes.c_int64 * (len(code.arguments) + 1)
+
+    def run(*arguments: int, _owner: Any = engine) -> None:
+        function(structure(*arguments, torch.get_num_threads()))
+
+    return run
+
+
+class Code:
+    """The functions of one module: ``run`` prepares and starts the threads, each of which computes its share. They take
+    a structure of whole numbers of 64 bits: pointers and sizes by the names ``arguments``, then the number of threads.
+    """
+
+    arguments: tuple[str, ...]
+
+    def __init__(self, name: str) -> None:
+        from llvmlite import ir
+
+        self._ir = ir
+        self._byte, self._half = ir.IntType(8), ir.IntType(16)
+        self._word, self._long = ir.IntType(32), ir.IntType(64)
+        self._float, self._pointer, self._none = ir.FloatType(), ir.PointerType(), ir.VoidType()
+        self._floats, self._words = self._vector(self._float), self._vector(self._word)
+        self._module = ir.Module(name)
+        self._b: Any = None
+
+    def module(self) -> Any:
+        share = self._begin("share")
+        self._share()
+        self._b.ret_void()
+        self._begin("run")
+        self._prepare()
+        threads = self._b.trunc(self._size(None), self._word)
+        start = self._known(
+            "GOMP_parallel", self._none, self._pointer, self._pointer, self._word, self._word
+        )
+        self._b.call(start, [share, self._b.function.args[0], threads, self._word(0)])
+        self._b.ret_void()
+        return self._module
+
+    def _prepare(self) -> None:
+        """Builds what runs before the threads."""
+
+    def _share(self) -> None:
+        """Builds what a thread runs."""
+        raise NotImplementedError
+
+    def _part(self, count: Any) -> tuple[Any, Any]:
+        """The first of ``count`` things that are this thread's, and one past the last."""
+        b, long = self._b, self._long
+        thread = b.sext(b.call(self._known("omp_get_thread_num", self._word), []), long)
+        threads = b.sext(b.call(self._known("omp_get_num_threads", self._word), []), long)
+        first = b.sdiv(b.mul(count, thread), threads)
+        return first, b.sdiv(b.mul(count, b.add(thread, long(1))), threads)
+
+    def _begin(self, name: str) -> Any:
+        kind = self._ir.FunctionType(self._none, (self._pointer,))
+        function = self._ir.Function(self._module, kind, name)
+        function.args[0].add_attribute("noalias")
+        self._b = self._ir.IRBuilder(function.append_basic_block())
+        return function
+
+    @contextmanager
+    def _loop(self, start: Any, end: Any, step: int) -> Iterator[Any]:
+        """``for i in range(start, end, step)``: the context's value is ``i``, and its code builds the body."""
+        b = self._b
+        test, body, after = (b.function.append_basic_block() for _ in range(3))
+        counter = self._variable(self._long)
+        b.store(start, counter)
+        b.branch(test)
+        b.position_at_end(test)
+        i = b.load(counter, typ=self._long)
+        b.cbranch(b.icmp_signed("<", i, end), body, after)
+        b.position_at_end(body)
+        yield i
+        b.store(b.add(i, self._long(step)), counter)
+        b.branch(test)
+        b.position_at_end(after)
+
+    def _variable(self, kind: Any) -> Any:
+        """A variable that is zero from here on."""
+        with self._b.goto_entry_block():
+            place = self._b.alloca(kind)
+        self._b.store(self._ir.Constant(kind, None if kind is not self._long else 0), place)
+        return place
+
+    def _size(self, name: str | None) -> Any:
+        """An argument, or the number of threads."""
+        last = len(self.arguments)
+        index = self._long(last if name is None else self.arguments.index(name))
+        place = self._b.gep(self._b.function.args[0], [index], source_etype=self._long)
+        return self._b.load(place, typ=self._long)
+
+    def _at(self, name: str, index: Any, kind: Any) -> Any:
+        start = self._b.inttoptr(self._size(name), self._pointer)
+        return self._b.gep(start, [index], source_etype=kind)
+
+    def _load(self, name: str, index: Any, kind: Any, align: int = 0) -> Any:
+        """Reads ``kind``, a number or a vector, from element ``index``."""
+        element = getattr(kind, "element", kind)
+        size = 4 if element is self._float else element.width // 8
+        return self._b.load(self._at(name, index, element), typ=kind, align=align or size)
+
+    def _vector(self, kind: Any, count: int = LANES) -> Any:
+        return self._ir.VectorType(kind, count)
+
+    def _splat(self, number: Any) -> Any:
+        none = self._ir.Constant(self._floats, self._ir.Undefined)
+        first = self._b.insert_element(none, number, self._word(0))
+        return self._b.shuffle_vector(first, none, self._ir.Constant(self._words, [0] * LANES))
+
+    def _sum(self, vector: Any) -> Any:
+        """The sum of 16 floats."""
+        add = self._known("llvm.vector.reduce.fadd.v16f32", self._float, self._float, self._floats)
+        return self._b.call(add, [self._float(-0.0), vector], fastmath=("reassoc",))
+
+    def _low_halves(self, words: Any) -> Any:
+        """The bfloat16 numbers with even places, as floats."""
+        shift = self._ir.Constant(self._words, [16] * LANES)
+        return self._b.bitcast(self._b.shl(words, shift), self._floats)
+
+    def _high_halves(self, words: Any) -> Any:
+        mask = self._ir.Constant(self._words, [-65536] * LANES)
+        return self._b.bitcast(self._b.and_(words, mask), self._floats)
+
+    def _fma(self, a: Any, b: Any, c: Any) -> Any:
+        return self._b.call(self._known("llvm.fma.v16f32", *[self._floats] * 4), [a, b, c])
+
+    def _known(self, name: str, result: Any, *arguments: Any) -> Any:
+        """A function of LLVM or of the OpenMP library."""
+        found = self._module.globals.get(name)
+        return found or self._ir.Function(
+            self._module, self._ir.FunctionType(result, arguments), name
+        )
