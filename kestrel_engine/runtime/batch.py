@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models.attention import Group, PagedAttention, Span
+from ..models import decode_attention
+from ..models.attention import Attention, Group, PagedAttention, Span
 from ..models.low_rank import TokenAdapters, token_adapters
 from ..models.moondream import Moondream
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions
@@ -29,7 +30,7 @@ class RowBatch:
     embeddings: Tensor
     positions: Tensor
     last: Tensor
-    attention: PagedAttention
+    attention: Attention
     shared_groups: tuple[int, ...]
     adapters: TokenAdapters | None = None
 
@@ -45,15 +46,20 @@ def build_batch(
     positions: list[Tensor] = []
     slots: list[Tensor] = []
     spans: list[Span] = []
+    histories: list[Tensor] = []
     last: list[int] = []
     begin = 0
+    is_decode = all(row.start and num_positions(known(row)) == 1 for row in rows)
+    compiled = is_decode and decode_attention.available(cache.keys)
     groups, grouped = find_groups(rows, cache.page_size)
     for index, row in enumerate(rows):
         count = num_positions(known(row))
         assert count, f"sequence {row.sequence_id}: a row without tokens"
         end = row.start + count
         positions.append(torch.arange(row.start, end))
-        if index in grouped:
+        if compiled:
+            histories.append(_as_tensor(cache.slots(row.page_table, end)))
+        elif index in grouped:
             slots.append(torch.tensor([cache.slot(row.page_table, row.start)]))
         else:
             seen = cache.slots(row.page_table, end)
@@ -63,18 +69,23 @@ def build_batch(
         begin += count
         last.append(begin - 1)
     device = model.device
-    return RowBatch(
-        embeddings=inputs.embed(begin, model, images),
-        positions=torch.cat(positions).to(device),
-        last=torch.tensor(last, device=device),
-        attention=PagedAttention(
+    attention: Attention
+    if compiled:
+        attention = decode_attention.DecodeAttention(cache.keys, cache.values, histories)
+    else:
+        attention = PagedAttention(
             cache.keys,
             cache.values,
             torch.cat([s.to(device) for s in slots]),
             spans,
             [_group(group, last, cache) for group in groups],
             cache.scales,
-        ),
+        )
+    return RowBatch(
+        embeddings=inputs.embed(begin, model, images),
+        positions=torch.cat(positions).to(device),
+        last=torch.tensor(last, device=device),
+        attention=attention,
         shared_groups=tuple(len(group.rows) for group in groups),
         adapters=_adapters(rows, device),
     )
