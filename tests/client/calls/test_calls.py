@@ -84,17 +84,6 @@ def test_every_code_has_an_error(code: grpc.StatusCode) -> None:
     assert isinstance(error, RpcError) and error.code is code and "words" in str(error)
 
 
-def test_unknown_model(client: KestrelClient) -> None:
-    with pytest.raises(NotFoundError, match="no model named nobody"):
-        client.get_model("nobody")
-
-
-def test_nobody_there() -> None:
-    with KestrelClient("127.0.0.1:1", timeout=5) as client:
-        with pytest.raises(UnavailableError):
-            client.query(None, "q")
-
-
 async def test_stream_without_a_result(either: Any) -> None:
     async with either.stream_query(None, "cut") as stream:
         with pytest.raises(IncompleteStreamError):
@@ -406,8 +395,3 @@ def test_certificate_and_key_need_each_other() -> None:
 def test_malformed_arguments_are_named(client: KestrelClient, call: Any, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         call(client)
-
-
-def test_misspelt_option(client: KestrelClient) -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        client.query(None, "q", temprature=1)  # type: ignore[call-arg]

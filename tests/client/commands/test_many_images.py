@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 import subprocess
-import sys
 
 import pytest
 from PIL import Image
@@ -214,15 +213,6 @@ async def test_save_says_what_it_wrote(kestrel, folder):
     assert status == 1 and "--save-on FILE" in errors
     status, _, errors = await kestrel(*asked, "--save-on", IMAGE)
     assert status == 0 and (out / "id.png").exists()
-
-
-def test_save_to_standard_output_is_the_image_alone():
-    """In a process of its own, as bytes go there; no server is asked before the target is checked."""
-    run = [
-        sys.executable, "-m", "kestrel_grpc", "detect", str(IMAGE), "cat", "--server", "127.0.0.1:1",
-    ]  # fmt: skip
-    done = subprocess.run([*run, "--save", "/absent/x.png"], capture_output=True, text=True)
-    assert done.returncode == 1 and "there is no folder '/absent'" in done.stderr
 
 
 async def test_save_to_standard_output(kestrel, monkeypatch):

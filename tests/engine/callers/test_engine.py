@@ -9,7 +9,6 @@ from kestrel_engine import (
     AdapterNotFound,
     ContextLengthError,
     EngineResult,
-    EngineStream,
     ImageDecodeError,
     InvalidRequest,
     RuntimeConfig,
@@ -65,57 +64,12 @@ async def test_a_long_text_is_encoded_beside_the_event_loop(make_engine, monkeyp
     await engine.query(IMAGE, "short?", settings=GREEDY)
 
 
-async def test_all_skills_share_a_batch_and_give_what_each_gives_alone(make_engine, fake_limits):
-    calls = {
-        "query": {"question": "how many?"},
-        "caption": {"length": "long"},
-        "point": {"object": "cat"},
-        "detect": {"object": "dog"},
-        "segment": {"object": "bird"},
-    }
-
-    async def run(engine, names):
-        streams = []
-        for name in names:
-            settings = {"max_objects": 3} if name in ("point", "detect") else GREEDY
-            streams.append(await engine.submit(name, IMAGE, calls[name], settings))
-        return {name: (await s.result()).output for name, s in zip(names, streams, strict=True)}
-
-    runtime = FakeRuntime(fake_limits, cost=lambda plan: 0.01)
-    together = await run(make_engine(runtime), list(calls))
-    assert max(len(plan.decode) for plan in runtime.plans) == fake_limits.max_batch_size
-    for name in calls:
-        assert (await run(make_engine(), [name]))[name] == together[name]
-
-
-async def test_stream_deltas_join_to_the_answer(make_engine):
-    stream = await make_engine().query(IMAGE, "what?", stream=True, settings={"max_tokens": 40})
-    assert isinstance(stream, EngineStream)
-    updates = [update async for update in stream]
-    result = await stream.result()
-    assert "".join(u.text for u in updates) == result.output["answer"]
-    assert [u.token_index for u in updates] == sorted(u.token_index for u in updates)
-    assert {u.request_id for u in updates} == {result.request_id}
-
-
 async def test_objects_come_as_soon_as_they_are_complete(make_engine):
     stream = await make_engine().detect(IMAGE, "cat", stream=True, settings={"max_objects": 4})
     updates = [update async for update in stream]
     objects = (await stream.result()).output["objects"]
     assert [u.object for u in updates if u.object] == objects
     assert [u.token_index for u in updates] == [3 * (i + 1) for i in range(len(objects))]
-
-
-async def test_a_seed_decides_and_is_reported(make_engine):
-    engine = make_engine()
-    assert (await engine.query(question="a", settings={"seed": 7, "max_tokens": 2})).seed == 7
-    drawn = {(await engine.query(question="a", settings={"max_tokens": 2})).seed for _ in range(3)}
-    assert len(drawn) == 3
-    configured = make_engine(seed=5)
-    seeds = [
-        (await configured.query(question="a", settings={"max_tokens": 2})).seed for _ in range(2)
-    ]
-    assert seeds == [5, 6]
 
 
 async def test_a_stream_knows_its_images_and_its_seed_before_its_result(make_engine):
@@ -238,6 +192,7 @@ async def test_objects_end_at_max_tokens_and_at_the_engines_limit(
             "adapter",
         ),
         (lambda e: e.submit("paint"), SkillUnavailable, "skill"),
+        (lambda e: e.submit("query", priority="urgent"), InvalidRequest, "priority"),
         (lambda e: e.submit("query", timeout_s=float("nan")), InvalidRequest, "timeout_s"),
         (lambda e: e.prepare_image(IMAGE, timeout_s="5"), InvalidRequest, "timeout_s"),
     ],
@@ -248,20 +203,6 @@ async def test_bad_requests_name_their_field_and_hold_nothing(make_engine, call,
         await call(engine)
     assert caught.value.field == field
     assert engine.num_requests == 0
-
-
-async def test_reasoning_is_streamed_apart_from_the_answer(make_engine, fake_limits):
-    def script(fed):
-        return 3 if len(fed) > 12 and fed[-1] != 3 and 3 not in fed[6:] else 100 + 98
-
-    engine = make_engine(FakeRuntime(fake_limits, script))
-    stream = await engine.query(
-        question="a", reasoning=True, stream=True, settings={"max_tokens": 20, "temperature": 0}
-    )
-    updates = [u async for u in stream]
-    output = (await stream.result()).output
-    assert "".join(u.reasoning for u in updates) == output["reasoning"]["text"] != ""
-    assert "".join(u.text for u in updates) == output["answer"] != ""
 
 
 def test_dtype_may_be_a_torch_dtype_or_its_name():

@@ -11,10 +11,7 @@ import kestrel_engine
 from kestrel_engine import (
     DeadlineExceeded,
     EngineClosed,
-    EngineResult,
     InferenceEngine,
-    InvalidRequest,
-    QueueTimeout,
     RuntimeConfig,
 )
 from kestrel_engine.adapters.library import Lease
@@ -41,35 +38,6 @@ async def test_aclose_cancels_and_frees(make_engine, fake_limits):
     [cancelled] = (row.sequence_id for row in runtime.plans[0].prefill)
     later = [row for plan in runtime.plans[steps + 1 :] for row in (*plan.prefill, *plan.decode)]
     assert later and cancelled not in {row.sequence_id for row in later}
-
-
-async def test_a_cancelled_caller_frees_its_request(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits, never_ends, cost=lambda plan: 0.001))
-    task = asyncio.create_task(engine.query(question="go on", settings={"max_tokens": 250}))
-    await until(lambda: engine.num_requests)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engine.num_requests == 0
-
-
-async def test_a_deadline_in_the_queue_drops_the_request_before_any_compute(
-    moved_clock, make_engine, fake_limits
-):
-    gate = Gate()
-    runtime = FakeRuntime(fake_limits, gate)
-    engine = make_engine(runtime)
-    running = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(3)]
-    await asyncio.to_thread(gate.entered.wait, 60)
-    waiting = await engine.submit("query", None, {"question": "zzz"}, GREEDY, timeout_s=100)
-    moved_clock.advance(101)
-    gate.open.set()
-    with pytest.raises(DeadlineExceeded):
-        await waiting.result()
-    for stream in running:
-        await stream.result()
-    fed = [token for plan in runtime.plans for row in plan.prefill for token in row.tokens]
-    assert 100 + ord("z") not in fed
 
 
 class SlowAdapters:
@@ -105,58 +73,6 @@ async def test_all_stages_of_a_request_share_one_deadline(moved_clock, fake_limi
         image.open.set()
         with pytest.raises(DeadlineExceeded, match="preprocessing"):
             await submitted
-
-
-async def test_the_engines_own_bound_on_waiting_has_its_own_error(
-    moved_clock, make_engine, fake_limits
-):
-    gate = Gate()
-    engine = make_engine(FakeRuntime(fake_limits, gate), max_queue_wait_s=100.0)
-    streams = [await engine.submit("query", None, {"question": "a"}, GREEDY) for _ in range(4)]
-    await asyncio.to_thread(gate.entered.wait, 60)
-    moved_clock.advance(101)
-    gate.open.set()
-    ends = await asyncio.gather(*(s.result() for s in streams), return_exceptions=True)
-    assert isinstance(ends[0], EngineResult)
-    assert isinstance(ends[3], QueueTimeout)
-    assert "max_queue_wait_s" in str(ends[3])
-
-
-async def test_priorities_decide_who_is_next(make_engine, fake_limits):
-    gate = Gate()
-    engine = make_engine(FakeRuntime(fake_limits, gate))
-    for _ in range(3):
-        await engine.submit("query", None, {"question": "a"}, {"max_tokens": 1})
-    await asyncio.to_thread(gate.entered.wait, 60)
-    done = []
-
-    async def ask(priority):
-        stream = await engine.submit(
-            "query", None, {"question": priority}, {"max_tokens": 1}, priority=priority
-        )
-        await stream.result()
-        done.append(priority)
-
-    tasks = []
-    for priority in ["low", "low", "low", "normal", "normal", "normal", "high", "high", "high"]:
-        tasks.append(asyncio.create_task(ask(priority)))
-        await asyncio.sleep(0)
-    gate.open.set()
-    await asyncio.gather(*tasks)
-    assert done == ["high"] * 3 + ["normal"] * 3 + ["low"] * 3
-    with pytest.raises(InvalidRequest, match="high, normal, low"):
-        await engine.submit("query", None, {"question": "a"}, priority="urgent")
-
-
-async def test_shutdown_lets_running_requests_end_then_refuses(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits, cost=lambda plan: 0.002))
-    stream = await engine.query(question="a", stream=True, settings=GREEDY)
-    await engine.shutdown()
-    assert (await stream.result()).finish_reason
-    assert not engine.is_ready
-    with pytest.raises(EngineClosed):
-        await engine.query(question="a")
-    await engine.shutdown()
 
 
 async def test_shutdown_lets_a_image_be_prepared_and_asked_about(make_engine, tmp_path):

@@ -1,6 +1,5 @@
 """4-bit weights: the loader finds every order of the numbers, and each order gives the same values."""
 
-import json
 import logging
 
 import pytest
@@ -127,20 +126,3 @@ def test_values_beyond_the_range_are_named(tmp_path, config_of, random_of, raw_o
     with pytest.raises(CheckpointError, match=rf"1 non-finite: model\.{name}\.packed"):
         load_planned(plan, config, files, torch.float32, "cpu", narrow=narrow)
     assert check_values(plan, files)[0] == [name]
-
-
-def test_a_merged_variant_of_moondream2_is_a_checkpoint_like_any_other(
-    tmp_path, config_of, random_of, raw_of, schemes
-):
-    """A variant adds B A to the linears of the text blocks; merged, it has the names of a training dump."""
-    config = config_of("moondream2")
-    tensors = random_of(config, torch.float32)
-    for name in list(tensors):
-        if name.startswith("text.blocks") and name.endswith(".weight") and tensors[name].ndim == 2:
-            rows, columns = tensors[name].shape
-            tensors[name] = tensors[name] + torch.randn(rows, 2) @ torch.randn(2, columns)
-    (tmp_path / "config.json").write_text(json.dumps(raw_of("moondream2")))
-    torch.save({"model_state_dict": schemes["b"](tensors), "step": 3}, tmp_path / "final.pt")
-    loaded = load_checkpoint(tmp_path)
-    assert loaded.config == config
-    assert all(torch.equal(loaded.tensors[name], wanted) for name, wanted in tensors.items())

@@ -80,12 +80,14 @@ def test_shards_and_torch_files_equal_the_single_file(
     weight_map = {name: file for file, part in halves.items() for name in part}
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     nested = {"epoch": 3, "model": schemes["b"](wanted), "optimizer": {"lr": 0.1}}
+    dump = {"model_state_dict": schemes["b"](wanted), "step": 3}
     sources = [
         save(tmp_path / "single", stored, raw),
         sharded,
         sharded / "model.safetensors.index.json",
         save(tmp_path / "pt", stored, raw, "anything.pt"),
         save(tmp_path / "nested", nested, raw, "weights.pth") / "weights.pth",
+        save(tmp_path / "dump", dump, raw, "final.pt"),
     ]
     loaded = [load_checkpoint(source, dtype=BF16) for source in sources]
     assert all(same(one.tensors, wanted) for one in loaded)

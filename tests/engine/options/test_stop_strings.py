@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kestrel_engine import RuntimeFailure
-from tests.engine.fakes import IMAGE, never_ends
+from tests.engine.fakes import never_ends
 from tests.fake_runtime import FakeRuntime
 
 GREEDY = {"temperature": 0.0}
@@ -38,22 +38,6 @@ async def test_an_answer_ends_before_the_stop_string(make_engine, fake_limits):
     assert result.metrics.output_tokens == len(result.token_ids) == len("one, two")
     assert "".join(update.text for update in updates) == "one, "
     assert all(not update.text.endswith("t") for update in updates)
-
-
-async def test_a_caption_ends_before_the_stop_string(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits, says("A dot. A line. ")))
-    result = await engine.caption(IMAGE, settings={**GREEDY, "stop": ". ", "max_tokens": 50})
-    assert (result.output, result.finish_reason) == ({"caption": "A dot"}, "stop")
-
-
-async def test_without_the_stop_string_nothing_changes(make_engine, fake_limits):
-    engine = make_engine(FakeRuntime(fake_limits, says("abcabd")))
-    plain = await engine.query(question="a", settings={**GREEDY, "max_tokens": 10})
-    stopped = await engine.query(
-        question="a", settings={**GREEDY, "max_tokens": 10, "stop": ["abx", "dz"]}
-    )
-    assert stopped.output == plain.output and stopped.token_ids == plain.token_ids
-    assert stopped.finish_reason == plain.finish_reason == "length"
 
 
 async def test_a_stop_string_that_the_last_token_completes_is_the_reason(make_engine, fake_limits):

@@ -50,31 +50,6 @@ def test_inserting_again_keeps_the_first_pages():
     assert pool.num_free == 17
 
 
-def test_evicts_the_least_recently_used_leaf_and_never_a_locked_one():
-    pool, cache = filled()
-    put(pool, cache, "n", atoms("a", "x"))
-    put(pool, cache, "n", atoms("a", "y"))
-    locked = cache.match("n", atoms("a", "x"))
-    assert cache.num_evictable == 1
-    assert cache.evict(5) == 1
-    assert not cache.contains("n", atoms("a", "y"))
-    cache.unlock(locked.node)
-    assert cache.evict(1) == 1
-    assert cache.contains("n", atoms("a"))
-    assert not cache.contains("n", atoms("a", "x"))
-    cache.check()
-
-
-def test_use_renews():
-    pool, cache = filled()
-    put(pool, cache, "n", atoms("a"))
-    put(pool, cache, "n", atoms("b"))
-    cache.unlock(cache.match("n", atoms("a")).node)
-    cache.evict(1)
-    assert cache.contains("n", atoms("a"))
-    assert not cache.contains("n", atoms("b"))
-
-
 def test_an_unlock_too_many_is_noticed():
     pool, cache = filled()
     put(pool, cache, "n", atoms("a"))

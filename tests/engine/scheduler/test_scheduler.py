@@ -165,18 +165,6 @@ def test_those_who_wait_for_a_image_are_not_lost_when_its_first_request_goes():
         assert {2, 3} <= simulation.ended | simulation.failed
 
 
-def test_a_second_question_computes_only_what_is_new():
-    simulation = Simulation()
-    simulation.add(text(1, 4, image="p"))
-    simulation.drain()
-    question = text(2, 4, image="p")
-    simulation.add(question)
-    assert simulation.drain()[2] == alone(question)
-    first = next(row for row in rows(simulation) if row.sequence_id == 2)
-    assert first.start == 10
-    assert sum(len(plan.encode) for plan in simulation.runtime.plans) == 1
-
-
 def test_generated_tokens_serve_a_follow_up():
     simulation = Simulation()
     first = text(1, 4, max_tokens=12)
@@ -188,16 +176,6 @@ def test_generated_tokens_serve_a_follow_up():
     start = next(row.start for row in rows(simulation) if row.sequence_id == 2)
     # BOS, 4 and 11 of the 12 generated tokens were fed: 16 positions, 3 whole pages.
     assert start == 15
-
-
-def test_namespaces_share_nothing():
-    simulation = Simulation()
-    for i, namespace in enumerate(["a", "b", "a"], start=1):
-        spec = Spec(i, tuple(range(100, 112)), namespace=namespace)
-        simulation.add(spec)
-        simulation.drain()
-    starts = {row.sequence_id: row.start for row in reversed(rows(simulation))}
-    assert (starts[1], starts[2], starts[3] > 0) == (0, 0, True)
 
 
 def test_embeddings_outlive_their_pages():

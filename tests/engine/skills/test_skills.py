@@ -78,12 +78,6 @@ def test_the_answer_id_is_suppressed_from_the_second_token_on(moondream2, codec)
     assert state.rule() == TokenRule(suppressed=(3,))
 
 
-def test_a_character_cut_at_the_limit_still_comes_out(moondream3, codec):
-    _, state = start(CaptionSkill(), moondream3)
-    updates, _ = feed(state, text(codec, "é")[:1])
-    assert "".join(u.text for u in [*updates, *state.out.finish()]) == state.out.output()["caption"]
-
-
 @pytest.mark.parametrize(
     ("family", "direct", "reasoning"), [("moondream2", (3, 3), (3, 4)), ("moondream3", (3,), (4,))]
 )
@@ -156,20 +150,6 @@ def test_end_of_text_is_no_stop_while_reasoning(moondream2, codec):
     _, state = start(QuerySkill(), moondream2, question="q", reasoning=True)
     assert state.consume(StepToken(0))[1] is None
     assert state.rule() == TokenRule(suppressed=(0, 6), read_coord=True)
-
-
-def test_reasoning_out_of_tokens_forces_the_answer(moondream3, codec):
-    request, state = start(
-        QuerySkill(), moondream3, 11, {"max_tokens": 5}, question="q", reasoning=True
-    )
-    assert request.token_budget == 11
-    feed(state, text(codec, "think"))
-    assert state.rule() == TokenRule(forced=3)
-    assert state.consume(StepToken(3))[1] is None
-    assert state.rule() == TokenRule()
-    updates, finish = feed(state, text(codec, "abcde"))
-    assert (finish, state.out.output()["answer"]) == ("length", "abcde")
-    assert "".join(u.text for u in updates) == "abcde"
 
 
 def test_reasoning_that_was_cut_ends_by_length_though_the_answer_has_an_end(moondream3, codec):
@@ -277,11 +257,6 @@ def test_a_path_that_does_not_parse_says_so_and_stays_empty(moondream3, codec):
     assert segment["svg_path"] == ""
     assert "'?'" in segment["parse_error"]
     assert "bbox" not in segment
-
-
-def test_moondream2_cannot_segment(moondream2):
-    with pytest.raises(SkillUnavailable, match="can't segment"):
-        start(SegmentSkill(), moondream2, object="cat")
 
 
 @pytest.mark.parametrize(

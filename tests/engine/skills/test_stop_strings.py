@@ -67,13 +67,6 @@ def test_nothing_is_held_back_without_need_and_nothing_is_shown_too_early():
             assert shown == text[: index - held], (text[:index], stops)
 
 
-def test_the_longest_string_that_is_complete_at_one_place_counts():
-    by_one = iter(lambda: 1, None)
-    assert in_pieces("xabcd", ["abcd", "bc"], by_one) == (["x", "", "", "a", "", ""], True)
-    returned, _ = in_pieces("one two", ["two", "e two"], by_one)
-    assert "".join(returned) == "on"
-
-
 @pytest.mark.parametrize("skill", [QuerySkill(), CaptionSkill()], ids=["query", "caption"])
 @pytest.mark.parametrize(
     ("stop", "field", "message"),
@@ -111,12 +104,3 @@ def test_the_tokens_up_to_the_end_of_the_stop_string_count(moondream3, codec):
     assert output.finish() == []
     assert output.output() == {"caption": "né"}
     assert output.token_ids == tuple(codec.encode("né🐞"))
-
-
-def test_text_that_only_began_a_stop_string_comes_out_at_the_end(moondream3, codec):
-    request = CaptionSkill().build({}, {"stop": ["ends here"]}, moondream3)
-    output = CaptionSkill().new_output(request, moondream3)
-    texts = [u.text for i in codec.encode("it ends") for u in output.push(StepToken(i))]
-    assert "".join(texts) == "it "
-    assert [update.text for update in output.finish()] == ["ends"]
-    assert output.output() == {"caption": "it ends"} and not output.is_complete

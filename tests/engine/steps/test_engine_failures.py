@@ -21,16 +21,6 @@ from tests.engine.inside import inside
 from tests.fake_runtime import FakeRuntime
 
 
-async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_engine, fake_limits):
-    runtime = FakeRuntime(fake_limits)
-    engine = make_engine(runtime)
-    runtime.fail_next = RuntimeError("device lost")
-    with pytest.raises(RuntimeFailure) as caught:
-        await engine.query(question="a", settings=GREEDY)
-    assert "device lost" not in str(caught.value)
-    assert (await engine.query(question="a", settings=GREEDY)).output["answer"]
-
-
 class BrokenControl(QuerySkill):
     name = "broken control"
 

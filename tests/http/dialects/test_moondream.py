@@ -16,7 +16,6 @@ from tests.fake_runtime import FakeRuntime
 from tests.http.conftest import data_url, question_with_stop
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime
 from tests.service.services.test_skills import segment_script
-from tests.waiting import until
 
 SETTINGS = {"temperature": 0, "max_tokens": 12}
 
@@ -173,12 +172,6 @@ async def test_several_objects_and_stop(http):
     assert error["param"] == "settings.stop[1]"
 
 
-async def test_a_question_needs_no_image(http):
-    _, client = await http()
-    response = await client.post("/v1/query", json={"question": "Why?", "settings": SETTINGS})
-    assert response.status_code == 200 and response.json()["answer"]
-
-
 @pytest.mark.parametrize("path", ["query", "caption"])
 async def test_a_stream_ends_with_the_whole_answer(http, path: str):
     _, client = await http()
@@ -259,16 +252,6 @@ async def test_callers_are_known_before_their_body_is_read(http, monkeypatch):
         response = await client.post("/v1/query", json=asked, headers=headers)
         assert response.status_code == 200, response.text
     assert served.server.guard.held_bytes == 0
-
-
-async def test_a_client_that_disconnects_cancels_its_request(http):
-    served, client = await http(runtime=EndlessRuntime())
-    asked = {"question": "Why?", "stream": True, "settings": {"max_tokens": NO_END}}
-    async with client.stream("POST", "/v1/query", json=asked) as response:
-        async for _ in response.aiter_lines():
-            break
-        assert served.engine.num_requests == 1
-    await until(lambda: served.engine.num_requests == 0)
 
 
 async def test_too_large_a_body_is_refused_before_it_is_read(http):

@@ -210,26 +210,6 @@ async def test_log_probabilities_of_the_answer(http):
     assert told == tokens[: len(told)] and 6 <= len(told) < 40
 
 
-async def test_the_likeliest_tokens_at_each_place(http):
-    _, client = await http()
-    asked = {**ASKED, "max_tokens": 20, "messages": [user("What?", data_url())], "logprobs": True}
-    plain = (await client.post("/v1/chat/completions", json=asked)).json()
-    asked |= {"top_logprobs": 3}
-    whole = (await client.post("/v1/chat/completions", json=asked)).json()
-    tokens = whole["choices"][0]["logprobs"]["content"]
-    pairs = zip(tokens, plain["choices"][0]["logprobs"]["content"], strict=True)
-    for token, other in pairs:
-        assert len(token["top_logprobs"]) == 3
-        assert {**token["top_logprobs"][0], "top_logprobs": []} == other
-        assert {**token, "top_logprobs": []} == other
-    streamed = chunks(
-        (await client.post("/v1/chat/completions", json={**asked, "stream": True})).text
-    )
-    choices = [chunk["choices"][0] for chunk in streamed]
-    told = [token for each in choices if each["logprobs"] for token in each["logprobs"]["content"]]
-    assert told == tokens
-
-
 async def test_detect_and_point_answer_with_pixels(http):
     _, client = await http()
     url = data_url(60, 40)

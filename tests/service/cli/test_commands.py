@@ -9,7 +9,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -89,15 +88,6 @@ def test_a_image_may_come_from_standard_input(server):
     assert piped.returncode == 0, piped.stderr
     assert piped.stdout == named.stdout
     assert "two green crescents" in named.stdout
-
-
-def test_analyze_omits_what_has_a_low_score(server):
-    words = ["analyze", IMAGE, "--query", "How many shapes?", "--detect", "shape", "--json"]
-    every = json.loads(ask(server, *words).stdout)["tasks"]["1"]["objects"]
-    limit = sorted(box["score"] for box in every)[1]
-    kept = json.loads(ask(server, *words, "--min-score", limit).stdout)["tasks"]["1"]["objects"]
-    assert 0 < len(kept) < len(every)
-    assert kept == [box for box in every if box["score"] >= limit]
 
 
 def test_regions_and_tiles(server):
@@ -341,29 +331,6 @@ def test_a_chat_at_a_terminal(server):
         os.close(lead)
 
 
-def test_frames_of_a_camera(server):
-    frames = 2 * IMAGE.read_bytes()
-    done = ask(server, "watch", "-", "--detect", "green crescent", run=kestrel, stdin=frames)
-    assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert sorted(line["frame"] for line in told) == [1, 2]
-    assert [len(line["tasks"]["0"]["objects"]) for line in told] == [2, 2]
-
-
-def test_a_data_set_of_ones_own(server, tmp_path):
-    shutil.copy(IMAGE, tmp_path / "shapes.jpg")
-    asked = (("How many green crescents are there?", "2"), ("What colour is the star?", "blue"))
-    rows = [{"image": "shapes.jpg", "query": query, "label": label} for query, label in asked]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    words = ["eval", "chartqa", tmp_path / "rows.jsonl", "--output", tmp_path / "out"]
-    done = ask(server, *words, "--prompt", "{question}", "--quiet")
-    assert done.returncode == 0, done.stderr
-    (metric,) = json.loads((tmp_path / "out/report.json").read_text())["metrics"]
-    assert (metric["cases"], metric["value"]) == (2, 0.5), (
-        "one crescent right, and the star is pink"
-    )
-
-
 def test_models_and_health(server):
     done = ask(server, "models")
     assert done.stdout.startswith("kestrel-tiny: ready\n")
@@ -404,14 +371,6 @@ def test_failures_are_one_line_and_status_1(server, arguments, words):
     (error,) = done.stderr.splitlines()
     assert error.startswith(f"kestrel-grpc {arguments[0]}: error: ")
     assert words in error
-
-
-def test_without_a_server_the_address_is_named():
-    done = kestrel("query", "hi", "--server", "127.0.0.1:1", "--timeout", "5")
-    assert done.returncode == 1
-    assert "127.0.0.1:1" in done.stderr
-    assert "serve" in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_why_there_is_no_connection_is_told(server):

@@ -17,7 +17,6 @@ from kestrel_client import (
     CaptionTask,
     DetectResult,
     DetectTask,
-    FailedPreconditionError,
     ImageHandle,
     InvalidArgumentError,
     InvalidImageError,
@@ -27,7 +26,6 @@ from kestrel_client import (
     Point,
     PointTask,
     QueryTask,
-    RpcError,
     SegmentTask,
     TaskDone,
     TaskEvent,
@@ -35,9 +33,7 @@ from kestrel_client import (
 )
 from kestrel_client.calls.prepared_call import PreparedCall
 from kestrel_client.calls.requests import stored_images
-from tests.service.conftest import LIMITS
 from tests.threaded import Threaded
-from tests.waiting import until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 4}
 
@@ -293,25 +289,3 @@ async def test_priority_and_salt_reach_the_engine(serve):
         with pytest.raises(InvalidRequestError, match="priority"):
             await client.query(None, "?", priority="urgent")
     assert seen == [("normal", ""), ("low", "mine"), ("high", ""), ("high", "x"), ("high", "x")]
-
-
-async def test_a_server_without_a_store(serve, picture):
-    served = await serve(server_config={"image_store_bytes": 0})
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
-        assert (await client.server_info()).limits.image_store_bytes == 0
-        assert (await client.query(picture, "?", max_tokens=1)).image_id == ""
-        with pytest.raises(FailedPreconditionError):
-            await client.put_image(picture)
-
-
-async def test_leaving_a_stream_of_tasks_frees_the_engine(serve, picture):
-    from tests.fake_runtime import FakeRuntime
-
-    served = await serve(FakeRuntime(LIMITS, lambda fed: 197, cost=lambda plan: 0.005))
-    async with AsyncKestrelClient(served.server.addresses[0], timeout=60) as client:
-        tasks = [QueryTask(f"{n}?", max_tokens=150) for n in range(5)]
-        async with client.stream_analyze(picture, tasks) as stream:
-            await anext(stream)
-        await until(lambda: served.engine.num_requests == 0)
-        with pytest.raises(RpcError):
-            await stream.result()

@@ -39,28 +39,3 @@ async def test_a_task_can_go_on_after_the_limit_cut_a_call():
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0
     assert await limit.within(asyncio.sleep(0, 5)) == 5
-
-
-async def test_a_cancelled_call_is_cancelled():
-    limit = CallLimit(LIMIT_S)
-    task = asyncio.create_task(limit.within(asyncio.sleep(60)))
-    await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    # Its end at the limit is nobody's business any more.
-    await asyncio.sleep(2 * LIMIT_S)
-
-
-async def test_what_the_call_raises_is_raised():
-    limit = CallLimit(LIMIT_S)
-
-    async def failing():
-        raise ValueError("its own")
-
-    with pytest.raises(ValueError, match="its own"):
-        await limit.within(failing())
-
-
-async def test_without_a_limit_nothing_is_cut():
-    assert await CallLimit(None).within(asyncio.sleep(0.01, "answer")) == "answer"

@@ -77,28 +77,6 @@ def held(store, owner, images):
     return left
 
 
-def test_an_owner_above_its_share_drops_its_own_images():
-    store = ImageStore(100)
-    mine = put(store, b"m" * 40, "me")
-    theirs = [put(store, bytes([n]) * 20, "you") for n in range(10)]
-    assert held(store, "me", [mine]) == [mine.image_id]
-    assert held(store, "you", theirs) == [image.image_id for image in theirs[-3:]]
-
-
-def test_an_owner_within_its_share_makes_the_one_furthest_above_drop_images():
-    store = ImageStore(120)
-    many = [put(store, bytes([n]) * 10, "many") for n in range(8)]
-    some = [put(store, bytes([n]) * 10, "some") for n in range(4)]
-    mine = [put(store, bytes([n]) * 10, "me") for n in range(4)]
-    assert [len(held(store, o, i)) for o, i in (("many", many), ("some", some), ("me", mine))] == [
-        4,
-        4,
-        4,
-    ]
-    put(store, b"x" * 10, "me")
-    assert len(held(store, "me", mine)) == 3, "beyond its share it drops its own"
-
-
 def test_weights_set_the_shares():
     store = ImageStore(100)
     for number in range(10):

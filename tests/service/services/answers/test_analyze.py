@@ -277,16 +277,6 @@ async def test_what_is_wrong_with_the_call_fails_it(serve):
     assert served.engine.num_requests == 0
 
 
-async def test_a_image_may_be_named(serve):
-    served = await serve()
-    first = await served.vision.Analyze(request(question()))
-    named = common_pb2.Image(image_id=first.info.images[0].image_id)
-    again = await served.vision.Analyze(request(question(), image=named))
-    assert again.results[0].query.answers[0].text == first.results[0].query.answers[0].text
-    assert again.info.images == again.results[0].query.info.images == first.info.images
-    assert again.usage.cached_tokens > 80
-
-
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_giving_up_frees_everything(serve, caplog, streaming, end):
@@ -325,20 +315,3 @@ async def test_the_access_log_has_one_line_for_all(serve, caplog):
     told = dict(part.split("=", 1) for part in line.split())
     assert told["method"] == "kestrel.v1.VisionService/Analyze"
     assert int(told["output_tokens"]) == reply.usage.output_tokens == 4
-
-
-async def test_stop_strings_are_of_their_task(serve):
-    served = await serve()
-    (result,) = (await served.vision.Analyze(request(question(max_tokens=8)))).results
-    whole = result.query.answers[0].text
-    stop = whole[2:4]
-    tasks = [question(key="a", max_tokens=8, stop=[stop]), question(key="b", max_tokens=8)]
-    stopped, free = (await served.vision.Analyze(request(*tasks))).results
-    assert stopped.query.answers[0].text == whole[: whole.index(stop)]
-    assert stopped.query.answers[0].finish_reason == common_pb2.FINISH_REASON_STOP
-    assert free.query.answers[0].text == whole
-    bad = question(key="bad", stop=[""])
-    response = await served.vision.Analyze(request(bad, tasks[1]))
-    told = of_message(response.results[0].error)
-    assert told.fields == ["tasks[0].query.text.stop[0]"]
-    assert response.results[1].query.answers[0].text == whole

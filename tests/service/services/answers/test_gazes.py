@@ -199,17 +199,6 @@ async def test_bad_input_names_its_field(serve: Serve) -> None:
             assert told.fields == [f"gaze.{field}"] and words in told.message
 
 
-async def test_a_cancelled_request_has_no_target(serve: Serve) -> None:
-    served = await serve(HeldRuntime())
-    call = served.vision.Gaze(looks_of(faces=[FACE], accurate=True))
-    await until(served.runtime.began.is_set)
-    await until(lambda: served.engine.num_requests == 20)
-    assert served.engine.cancel("mine") == 20
-    served.runtime.gate.set()
-    (gaze,) = (await call).gazes
-    assert gaze.finish_reason == common_pb2.FINISH_REASON_CANCELLED
-
-
 async def test_looks_begin_when_their_turn_comes(serve: Serve) -> None:
     """A request of 16 KiB may ask for 163,840 looks. Those that wait for a turn hold nothing."""
     served = await serve(HeldRuntime())

@@ -54,23 +54,6 @@ async def test_each_sample_is_the_call_with_its_seed(serve, skill):
     assert together.timings.total_ms >= together.timings.ttft_ms > 0
 
 
-@pytest.mark.parametrize("skill", SKILLS)
-async def test_one_sample_is_a_call_without_the_field(serve, skill):
-    served = await serve()
-    method = getattr(served.vision, skill)
-    plain = await method(request(skill, seed=5))
-    one = await method(request(skill, num_samples=1, seed=5))
-    assert samples(one) == samples(plain) and len(samples(one)) == 1
-    assert one.usage.output_tokens == plain.usage.output_tokens
-    assert one.timings.decode_ms > 0
-
-
-async def test_greedy_samples_are_equal(serve):
-    served = await serve()
-    response = await served.vision.Query(request("Query", num_samples=3, temperature=0.0))
-    assert len({sample.text for sample in response.answers}) == 1 and response.answers[0].text
-
-
 async def test_without_a_seed_the_seeds_are_still_in_a_row(serve):
     served = await serve()
     response = await served.vision.Query(request("Query", num_samples=3))

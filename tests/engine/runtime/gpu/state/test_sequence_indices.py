@@ -36,26 +36,6 @@ def test_a_table_with_other_pages_is_sent_whole():
     assert updates.pages == [4, 8]
 
 
-def test_a_released_index_is_reused():
-    indices = SequenceIndices(1, max_pages=4)
-    indices.assign(row(1, 3), 0, TableUpdates())
-    indices.release(1)
-    indices.release(99)
-    updates = TableUpdates()
-    indices.assign(row(2, 3), 1, updates)
-    assert updates.pages == [3], "the new owner's table must not be mistaken for the old one's"
-
-
-def test_a_sequence_that_paused_may_lose_its_index_and_comes_back():
-    indices = SequenceIndices(2, max_pages=4, keep=2)
-    indices.assign(row(1, 1), 0, TableUpdates())
-    indices.assign(row(2, 2), 10, TableUpdates())
-    indices.assign(row(3, 3), 10, TableUpdates())
-    updates = TableUpdates()
-    indices.assign(row(1, 1), 20, updates)
-    assert updates.pages == [1]
-
-
 def test_an_index_that_a_step_holds_is_kept_however_many_steps_follow():
     indices = SequenceIndices(2, max_pages=4, keep=2)
     held = indices.assign(row(1, 1), 0, TableUpdates())
