@@ -31,6 +31,7 @@ from ..services import health
 from ..services.image import ImageService
 from ..services.model import ModelService
 from ..services.vision import VisionService
+from ..settings.budgets import token_budget
 from ..settings.server import ServerConfig
 from .interpreter import follow_heap
 from .open_files import FileWatch
@@ -82,7 +83,7 @@ class ServerParts:
         ]
         if (usage := self.records.usage) is not None:
             self._side_tasks.append(SideTask(usage.run, usage.write))
-        if (path := config.security.calls.token_budget_file) is not None:
+        if path := token_budget(config.security.calls.token_budget).file:
             budgets = BudgetFile(path, guard.budgets, worker)
             self._side_tasks.append(SideTask(budgets.run, budgets.save))
         if config.batches.path is not None:

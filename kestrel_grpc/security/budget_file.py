@@ -34,7 +34,7 @@ class BudgetFile:
             self._write("{}")
         except (OSError, ValueError, RecursionError) as error:
             why = (error.strerror if isinstance(error, OSError) else "") or str(error)
-            raise ConfigError("token_budget_file", self._path, f"cannot be read: {why}") from None
+            raise self._error(f"cannot be read: {why}") from None
 
     async def run(self) -> None:
         """Stores changes again and again."""
@@ -68,5 +68,7 @@ class BudgetFile:
                 os.fsync(descriptor)
             os.replace(part, self._path)
         except OSError as error:
-            why = f"cannot be written: {error.strerror}"
-            raise ConfigError("token_budget_file", self._path, why) from None
+            raise self._error(f"cannot be written: {error.strerror}") from None
+
+    def _error(self, why: str) -> ConfigError:
+        return ConfigError("token_budget", f"file={self._path}", why)

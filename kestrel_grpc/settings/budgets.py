@@ -26,11 +26,13 @@ class TokenBudget:
     output: float = 1.0
     shadow: bool = False
     """Counts and logs what would be refused, and refuses nothing."""
+    file: str = ""
+    """Stores what principals have used, so that a restart gives nothing back; "" for none."""
 
 
 def token_budget(text: str) -> TokenBudget:
     """Parses a value of --token-budget, such as "minute=60000,day=2000000,output=4,shadow". Raises ValueError."""
-    values: dict[str, int | float | bool] = {}
+    values: dict[str, int | float | bool | str] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         name, _, value = part.partition("=")
         if name in values:
@@ -41,9 +43,11 @@ def token_budget(text: str) -> TokenBudget:
             values[name] = parsed_tokens(name, value)
         elif name in ("prompt", "image", "cached", "output"):
             values[name] = _weight(name, value)
+        elif name == "file" and value:
+            values[name] = value
         else:
             raise ValueError(
-                f"{part!r} is none of minute=N, day=N, prompt=W, image=W, cached=W, output=W and {SHADOW}"
+                f"{part!r} is none of minute=N, day=N, prompt=W, image=W, cached=W, output=W, file=PATH and {SHADOW}"
             )
     return TokenBudget(**values)  # type: ignore[arg-type]
 

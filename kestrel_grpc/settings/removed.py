@@ -15,6 +15,7 @@ _REMOVED = {
     "http-max-connections": "max-connections limits HTTP connections too",
     **dict.fromkeys(("open-health", "open-reflection", "open-metrics"), "use open"),
     "metrics-client-ca": "use metrics-tls",
+    "token-budget-file": "use token-budget with file=PATH",
     "ray-address": "use the variable RAY_ADDRESS",
     "no-cuda-graphs": "no-compile is for debugging",
     "http-metrics": "with the extra telemetry, the HTTP port serves metrics",

@@ -104,16 +104,11 @@ class CallLimits:
     token_budget: str = CALLS.setting(
         "",
         "budget of a principal in weighted tokens, such as minute=60000,day=2000000; then what a token counts (1 by "
-        "default): prompt=W, image=W, cached=W, output=W; 'shadow' refuses nothing, but counts and logs",
+        "default): prompt=W, image=W, cached=W, output=W; 'shadow' refuses nothing, but counts and logs; file=PATH "
+        "stores what was used, so that a restart gives nothing back",
         parse=checked_budget,
         metavar="LIMITS",
         shown="no limits but those in the file of tokens",
-    )
-    token_budget_file: str | None = CALLS.setting(
-        None,
-        "file that stores what principals have used of their budgets, so that a restart gives nothing back",
-        metavar="FILE",
-        shown="none: a restart renews all budgets",
     )
     deadline_s: float | None = CALLS.setting(
         120.0,

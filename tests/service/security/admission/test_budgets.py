@@ -153,8 +153,10 @@ def test_wrong_numbers_are_named_with_their_field(tmp_path, value):
         if value != "1.5" or field == "minute":
             with pytest.raises(ValueError, match=f"{field}={value[:40]}: must be"):
                 token_budget(f"{field}={value}")
-    with pytest.raises(ValueError, match="'hour=1' is none of"):
-        token_budget("hour=1")
+    for wrong in ("hour=1", "file="):
+        with pytest.raises(ValueError, match=f"'{wrong}' is none of"):
+            token_budget(wrong)
+    assert token_budget("day=5,file=/a=b").file == "/a=b"
 
 
 async def test_a_restart_gives_nothing_back(tmp_path, wall):
@@ -176,7 +178,7 @@ async def test_a_restart_gives_nothing_back(tmp_path, wall):
         "[" * 10**5,
     ):
         path.write_text(bad)
-        with pytest.raises(ConfigError, match="token_budget_file"):
+        with pytest.raises(ConfigError, match="token_budget='file="):
             BudgetFile(str(path), budgets(""))
 
 
