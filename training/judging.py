@@ -8,61 +8,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from kestrel_client.commands.evaluation.place_metrics import edges_of, matched, to_pixels
+from kestrel_client.commands.evaluation import answers
+from kestrel_client.commands.evaluation.place_metrics import edges_of, to_pixels
+from kestrel_client.commands.evaluation.records import Record
+from kestrel_client.commands.evaluation.sets.drawn import read_truth
 from kestrel_engine import InCrops, InferenceEngine, RuntimeConfig
 from training.domains.picture import Ask, Box, Picture, Point
+from training.held_out import ASKS, BARS, held_out, request_of
 from training.kestrel_small import export
 from training.learning import checkpoints
-from training.mixture import DOMAINS, draw_picture, draw_size
+from training.mixture import DOMAINS
 from training.prompts import opening, write
 from training.scenes.captions import named_objects
-from training.scenes.paths import path_polygon, polygon_iou
 
 ROOM = 120  # tokens of an answer
-ASKS = 7  # of a picture
 AT_ONCE = 128
-# What issue 40 wants, by kind of request.
-BARS = {
-    "text read": 0.97, "text line": 0.97, "text here": 0.97, "text receipt total": 0.94, "charts value": 0.88,
-    "charts label": 0.95, "webcharts value": 0.88, "icons name": 0.80, "icons detect": 0.90, "screens click": 0.93,
-    "screens elements": 0.90, "shapes detect": 0.98, "shapes count": 0.97, "shapes segment": 0.92,
-    "shapes caption short": 0.96, "absent": 0.97, "off topic": 0.97,
-}  # fmt: skip
 NAMED = ("caption", "shapes caption short", "shapes caption normal")
 Output = Mapping[str, Any]
-
-
-def held_out(each: int, domains: Sequence[str], seed: int = 977) -> list[tuple[str, Picture]]:
-    """(domain, picture) with fonts and icon sets that training never uses; requests with bars first, two of a kind."""
-    found = []
-    for name in domains:
-        for number in range(each):
-            rng = random.Random(f"held/{seed}/{name}/{number}")
-            picture = draw_picture(rng, name, draw_size(rng, 0.175), held=True)
-            rng.shuffle(picture.asks)
-            found.append((name, replace(picture, asks=_bars_first(picture.asks))))
-    return found
-
-
-def _bars_first(asks: list[Ask]) -> list[Ask]:
-    seen = Counter[str]()
-    keys = []
-    for ask in asks:
-        keys.append((seen[ask.kind] > 1, ask.kind not in BARS))
-        seen[ask.kind] += 1
-    return [asks[i] for i in sorted(range(len(asks)), key=keys.__getitem__)]
 
 
 async def answer(
@@ -98,67 +69,17 @@ def text_of(output: Output) -> str:
 
 
 def score(ask: Ask, output: Output, width: int, height: int) -> tuple[float, float]:
-    """(won, possible): their sums over a kind give its figure. Detect and point count 2 hits over found plus wanted."""
-    said = text_of(output)
-    if ask.answer and ask.kind.removeprefix("web").startswith("charts value"):
-        try:
-            right, found = (float(t.strip("%")) for t in (ask.answer, said))
-        except ValueError:
-            return 0, 1
-        return float(abs(found - right) <= 0.05 * abs(right)), 1
-    if ask.skill in ("query", "caption") and ask.spelled:
-        return max(0, len(ask.answer) - distance(said, ask.answer)), len(ask.answer)
+    """(won, possible), as ``kestrel eval`` scores. Their sums over a kind give its figure."""
     if ask.kind in NAMED:  # the order and the grouping of the shapes are free
-        return float(named_objects(said) == named_objects(ask.answer)), 1
-    if ask.skill in ("query", "reasoning", "caption"):
-        return float(said.strip() == ask.answer), 1
-    boxes, points = boxes_in(output, width, height), points_in(output, width, height)
-    if not ask.boxes:
-        return float(not boxes and not points), 1
-    if ask.skill == "segment":
-        path = output["segments"][0]["svg_path"]
-        drawn = path_polygon(path, boxes[0]) if path and boxes else None
-        true = " ".join(str(int(t) / 960) if t.isdigit() else t for t in ask.path)
-        wanted = ask.outlines[0] if ask.outlines else path_polygon(true, ask.boxes[0])
-        return (0.0 if drawn is None or wanted is None else polygon_iou(wanted, drawn)), 1
-    if ask.skill == "detect":
-        return 2.0 * len(matched(ask.boxes, boxes)), len(boxes) + len(ask.boxes)
-    left = list(ask.outlines or map(_corners, ask.boxes))
-    for point in points:
-        hit = next((i for i, outline in enumerate(left) if inside(outline, *point)), None)
-        if hit is not None:
-            del left[hit]
-    return 2.0 * (len(ask.boxes) - len(left)), len(points) + len(ask.boxes)
+        return float(named_objects(text_of(output)) == named_objects(ask.answer)), 1
+    request = Record(ask.kind, 1, request_of(ask, width, height), "", str)
+    scored = answers.score(read_truth(request), {"answer": text_of(output), **output})
+    return next(iter(scored.counts.values()))
 
 
 def is_right(ask: Ask, share: float) -> bool:
     """Whether a reply with this share of what was possible is right as a whole."""
     return share >= (0.5 if ask.skill == "segment" else 0.9999)
-
-
-def distance(a: str, b: str) -> int:
-    """Levenshtein's."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        before, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
-    return row[-1]
-
-
-def _corners(box: Box) -> NDArray[np.float64]:
-    x0, y0, x1, y1 = box
-    return np.array([(x0, y0), (x1, y0), (x1, y1), (x0, y1)])
-
-
-def inside(polygon: NDArray[np.float64], x: float, y: float) -> bool:
-    """Whether a point lies in a polygon [n, 2]."""
-    x0, y0 = polygon[:, 0], polygon[:, 1]
-    x1, y1 = np.roll(x0, -1), np.roll(y0, -1)
-    crosses = (y0 > y) != (y1 > y)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        at = (x1 - x0) * (y - y0) / (y1 - y0) + x0
-    return bool(np.count_nonzero(crosses & (x < at)) % 2)
 
 
 class Judged(NamedTuple):

@@ -16,7 +16,7 @@ from kestrel_engine.preprocess.decoding.open_image import open_image
 from training.camera import compress
 from training.crops import crops, spoil
 from training.domains.picture import Ask, Picture
-from training.judging import distance, engine_config, gallery, judge, score
+from training.judging import engine_config, gallery, judge, score
 from training.kestrel_small import CONFIG, TOKENIZER_FILE, export
 from training.learning import checkpoints
 from training.learning.batches import (
@@ -143,12 +143,6 @@ def test_the_truth_has_full_marks(ask: Ask) -> None:
 def test_a_value_is_right_within_five_percent(kind: str) -> None:
     ask = Ask("query", kind, "A?", "200", spelled=True)
     assert [score(ask, {"answer": said}, 9, 9) for said in ("209", "211")] == [(1, 1), (0, 1)]
-
-
-def test_distance_is_levenshtein() -> None:
-    assert (
-        distance("kitten", "sitting") == 3 and distance("", "ab") == 2 and distance("a", "a") == 0
-    )
 
 
 def test_helper_targets_name_characters_and_objects() -> None:

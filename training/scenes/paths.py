@@ -1,13 +1,11 @@
-"""Segment paths: a shape's outline as the path tokens of the model, and back to a polygon."""
+"""Segment paths: a shape's outline as the path tokens of the model."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
 
-from kestrel_client.drawing.svg_path import polygons
-from training.scenes.scenes import Box, Shape
+from training.scenes.scenes import Shape
 from training.scenes.shapes import geometry, place
 
 GRID_STEP = 16
@@ -37,28 +35,6 @@ def path_tokens(shape: Shape) -> list[str]:
     return ["M", *points[:2], "L", *points[2:], "z"]
 
 
-def path_polygon(path: str, box: Box) -> NDArray[np.float64] | None:
-    """Points [n, 2] of the first part of a path with coordinates 0..1 relative to ``box``; None if it has none."""
-    x0, y0, x1, y1 = box
-    found = polygons(path)
-    return np.array(found[0]) * (x1 - x0, y1 - y0) + (x0, y0) if found else None
-
-
 def outline(shape: Shape) -> NDArray[np.float64]:
     """The true outline [n, 2] in image pixels."""
     return place(geometry(shape.kind).outline, shape.cx, shape.cy, shape.radius, shape.angle)
-
-
-def polygon_iou(a: NDArray[np.float64], b: NDArray[np.float64], side: int = 384) -> float:
-    """Intersection over union of two polygons, on a raster of ``side`` pixels around both."""
-    low = np.minimum(a.min(0), b.min(0))
-    span = np.maximum(np.maximum(a.max(0), b.max(0)) - low, 1e-9)
-    masks = []
-    for polygon in (a, b):
-        image = Image.new("1", (side, side))
-        ImageDraw.Draw(image).polygon(
-            [tuple(p) for p in (polygon - low) / span * (side - 1)], fill=1
-        )
-        masks.append(np.asarray(image))
-    union = np.logical_or(*masks).sum()
-    return float(np.logical_and(*masks).sum() / union) if union else 0.0

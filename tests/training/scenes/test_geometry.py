@@ -8,8 +8,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from training.judging import inside
-from training.scenes.paths import GRID_VALUES, outline, path_polygon, path_tokens, polygon_iou
+from kestrel_client.commands.evaluation.answers import outline_iou
+from kestrel_client.commands.evaluation.place_metrics import in_polygon
+from training.held_out import path_outline
+from training.scenes.paths import GRID_VALUES, outline, path_tokens
 from training.scenes.render import distances, paint_background, paint_shape, render_scene
 from training.scenes.scenes import draw_scene, draw_size
 from training.scenes.shapes import geometry, place
@@ -37,7 +39,7 @@ def test_the_anchor_lies_inside_whatever_the_turn(kind: int) -> None:
     for degrees in range(0, 360, 30):
         polygon = place(shape.outline, 50, 60, 20, math.radians(degrees))
         x, y = place(np.array([shape.anchor]), 50, 60, 20, math.radians(degrees))[0]
-        assert inside(polygon, x, y)
+        assert in_polygon(x, y, polygon.tolist())
 
 
 def test_paths_come_back_as_the_shape() -> None:
@@ -47,10 +49,8 @@ def test_paths_come_back_as_the_shape() -> None:
         for shape in draw_scene(rng, *draw_size(rng)).shapes:
             tokens = path_tokens(shape)
             assert all(t.isalpha() or int(t) in GRID_VALUES for t in tokens)
-            path = " ".join(t if t.isalpha() else f"{int(t) / 960:.3f}" for t in tokens)
-            polygon = path_polygon(path, shape.box)
-            assert polygon is not None
-            ious.append(polygon_iou(polygon, outline(shape)))
+            polygon = path_outline(tokens, shape.box)
+            ious.append(outline_iou([polygon.tolist()], [outline(shape).tolist()]))
     assert min(ious) > 0.94
     assert sum(ious) / len(ious) > 0.975
 

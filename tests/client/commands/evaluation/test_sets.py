@@ -31,7 +31,7 @@ def write(path, value):
 
 def items(name, folder, limit=None, **asking):
     chosen = benchmark(name)
-    _, records = open_records(chosen, str(folder), chosen.hub, limit)
+    _, records = open_records(chosen, str(folder), limit)
     return list(items_of(records, chosen, Asking(**asking)))
 
 
@@ -223,11 +223,11 @@ def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
     table.to_parquet(str(tmp_path / "part.parquet"))
     # The hub's reader also takes a folder.
     chosen = benchmark("chartqa")
-    _, records = open_records(chosen, None, Hub(str(tmp_path), "train"), None)
+    _, records = open_records(chosen, Hub(str(tmp_path), "train"), None)
     read = list(items_of(records, chosen, Asking()))
     assert [item.load() for item in read] == [data] * 3
     with pytest.raises(CommandError, match=r"cannot read .* part"):
-        open_records(chosen, None, Hub(str(tmp_path), "part"), None)
+        open_records(chosen, Hub(str(tmp_path), "part"), None)
     first, second = items("chartqa", tmp_path / "part.parquet", limit=2)
     assert (first.image, second.number) == ("row 1", 2) and second.load() == data
     assert second.cases["0"].truth == "2"

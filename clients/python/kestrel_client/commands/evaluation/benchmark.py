@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kestrel_client import DetectTask, PointTask, QueryTask, Task
+from kestrel_client import DetectTask, PointTask, QueryTask, SegmentTask, Task
 
 from ..requests.inputs import Source
 from .records import Edges, Record
@@ -33,6 +33,8 @@ class Asking:
     min_score: float | None = None
     absent: int = 0
     """Names of absent objects to ask for in each image, in sets of boxes."""
+    skills: Sequence[str] | None = None
+    """Ask only requests of these skills; None: all of the data set."""
 
     def query(self, question: str, prompt: str) -> QueryTask:
         """``prompt``: that of the data set."""
@@ -48,6 +50,9 @@ class Asking:
 
     def detect(self, name: str) -> DetectTask:
         return DetectTask(name, **self._spatial())
+
+    def segment(self, name: str) -> SegmentTask:
+        return SegmentTask(name, **self._spatial())
 
     def _spatial(self) -> dict[str, Any]:
         return {
@@ -137,7 +142,9 @@ class Benchmark:
     """The cases of a row."""
     score: Callable[[Case, Outcome | None], Score]
     """Scores an answer; None for a request that failed, which has the lowest score."""
-    hub: Hub
+    hub: Hub | None = None
+    built_in: Path | None = None
+    """The folder of rows that it has itself, in place of a data set of the hub."""
     layout: Callable[[Path], Iterator[dict[str, Any]] | None] | None = None
     """Reads a folder in the set's own layout as rows; ``image`` is the path of a file. None for another layout."""
     whole: Callable[[Sequence[AnsweredCase]], SetMetrics | None] | None = None

@@ -23,7 +23,7 @@ from .comparison import compare
 from .reading import open_records
 from .report import Report, print_report, write_report
 from .scored import score_lines
-from .sets import NAMES, benchmark
+from .sets import DRAWN, NAMES, benchmark
 from .statistics import totals
 
 _COMPARE = "compare"
@@ -45,6 +45,7 @@ _QUESTIONS = """
     --reasoning     let the model reason before it answers
     --temperature TEMPERATURE  0 always takes the most likely token [=0]
     --max-tokens MAX  limit on the tokens of each answer [the server's]
+    --skills LIST   ask only requests of these skills, with commas between them [all of the set]
     --absent N      sets of boxes: also ask for N objects that each image does not show [=0]
 """
 _OUTPUT = """
@@ -64,8 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "Asks about every row of a data set, and scores the answers with the set's own metric. Writes results,\n"
         "scores, a report and a page with the worst images into the folder --output. The same command continues\n"
-        "where an interrupted one ended. Without FOLDER, a set is read from the hub. The sets:\n"
+        f"where an interrupted one ended. Without FOLDER, {', '.join(DRAWN[:-1])} and {DRAWN[-1]}\n"
+        "are built in, and another set is read from the hub. The sets:\n"
         f"{', '.join(NAMES)}.\n"
+        "  %(prog)s screens --server one:50051\n"
         "  %(prog)s chartqa rows.jsonl --weights model.safetensors --limit 200\n"
         "  %(prog)s coco coco/ --server one:50051 --output eval-a\n"
         f"  %(prog)s {_COMPARE} eval-a eval-b\n"
@@ -74,13 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("words", metavar="SET", nargs="*", help="data set, and its folder or file")
     add_flags(parser.add_argument_group("data"), _DATA, N=_limit)
     asking = parser.add_argument_group("questions")
-    add_flags(asking, _QUESTIONS, TEMPERATURE=number, MAX=whole(), N=whole(0, 1000))
+    add_flags(asking, _QUESTIONS, TEMPERATURE=number, MAX=whole(), N=whole(0, 1000), LIST=_skills)
     add_min_score_flag(asking)
     add_flags(parser.add_argument_group("output"), _OUTPUT, N=whole(0, 500))
     add_running_flags(parser)
     add_request_flags(parser)
     parser.set_defaults(priority="low")
     add_connection_flags(parser)
+
+
+def _skills(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _limit(text: str) -> int:
@@ -99,6 +106,12 @@ def run(args: argparse.Namespace) -> int:
     check_running_flags(args)
     if args.prompt is not None and "{question}" not in args.prompt:
         raise SettingsError("--prompt: must have {question}, which stands for the row's question")
+    unknown = [skill for skill in args.skills or () if skill not in chosen.skills]
+    if unknown:
+        raise SettingsError(
+            f"--skills: eval {name} has no requests of {', '.join(map(repr, unknown))}; "
+            f"its skills are {', '.join(chosen.skills)}"
+        )
     asking = Asking(**{name: getattr(args, name) for name in Asking.__slots__})
     data, items = _data(args, chosen, places[0] if places else None, asking)
     return _evaluate(args, chosen, data, items, asking)
@@ -111,10 +124,17 @@ def _data(
     limit = None if args.limit == -1 else args.limit
     if place is not None and (args.hub or args.split or args.subset):
         raise SettingsError("--hub, --split and --subset read from the hub; give them or a folder")
-    usual = chosen.hub
-    config = args.subset or (None if args.hub else usual.config)
-    hub = Hub(args.hub or usual.repo, args.split or usual.split, config)
-    name, records = open_records(chosen, place, hub, limit)
+    if place is None and args.hub is None and chosen.built_in is not None:
+        if args.split or args.subset:
+            raise SettingsError(f"eval {chosen.name} is built in; --split and --subset need --hub")
+        _, records = open_records(chosen, str(chosen.built_in), limit)
+        return "built in", items_of(records, chosen, asking)
+    origin: str | Hub | None = place
+    if origin is None:
+        usual = chosen.hub or Hub("", "test")
+        config = args.subset or (None if args.hub else usual.config)
+        origin = Hub(args.hub or usual.repo, args.split or usual.split, config)
+    name, records = open_records(chosen, origin, limit)
     return name, items_of(records, chosen, asking)
 
 
@@ -176,9 +196,10 @@ async def _check_skills(
     """Raises CommandError if the model lacks a skill that the data set needs."""
     model = await client.get_model(args.model)
     names = model.skill_names
-    missing = [skill for skill in chosen.skills if names and skill not in names]
+    needed = args.skills or chosen.skills
+    missing = [skill for skill in needed if names and skill not in names]
     if missing:
         raise CommandError(
             f"the model {model.name!r} has no skill {' and '.join(map(repr, missing))}, which eval {chosen.name} "
-            f"needs; its skills are {', '.join(names)}"
+            f"needs; its skills are {', '.join(names)}, and --skills chooses among them"
         )

@@ -54,6 +54,15 @@ def matched(truth: Sequence[Edges], found: Sequence[Edges], least: float = 0.5) 
     return ious
 
 
+def in_polygon(x: float, y: float, polygon: Sequence[tuple[float, float]]) -> bool:
+    """Whether a point is in a polygon, by the even-odd rule."""
+    crossed = False
+    for (x0, y0), (x1, y1) in zip(polygon, [*polygon[1:], *polygon[:1]], strict=True):
+        if (y0 > y) != (y1 > y) and x < (x1 - x0) * (y - y0) / (y1 - y0) + x0:
+            crossed = not crossed
+    return crossed
+
+
 def inside(x: float, y: float, box: Edges) -> bool:
     """Whether a point is in a box or on its edge."""
     return box[0] <= x <= box[2] and box[1] <= y <= box[3]

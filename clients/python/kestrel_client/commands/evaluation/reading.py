@@ -25,16 +25,16 @@ Records = tuple[str, Iterator[Record]]
 """The name of a data set, and its rows."""
 
 
-def open_records(benchmark: Benchmark, place: str | None, hub: Hub, limit: int | None) -> Records:
-    """Returns the rows of ``place``, a file or folder, or of ``hub`` if ``place`` is None. Raises CommandError."""
-    if place is not None:
+def open_records(benchmark: Benchmark, origin: str | Hub, limit: int | None) -> Records:
+    """Returns the rows of a file or folder, or of a data set of the hub. Raises CommandError."""
+    if isinstance(origin, str):
         try:
-            return place, _local_rows(benchmark, Path(place), limit)
+            return origin, _local_rows(benchmark, Path(origin), limit)
         except OSError as error:
-            raise CommandError(f"cannot read {place!r}: {error.strerror or error}") from None
-    named = hub.repo if hub.config is None else f"{hub.repo} ({hub.config})"
-    name = f"{named} {hub.split}"
-    return name, _loaded(name, limit, hub.repo, hub.config, split=hub.split)
+            raise CommandError(f"cannot read {origin!r}: {error.strerror or error}") from None
+    named = origin.repo if origin.config is None else f"{origin.repo} ({origin.config})"
+    name = f"{named} {origin.split}"
+    return name, _loaded(name, limit, origin.repo, origin.config, split=origin.split)
 
 
 def _local_rows(benchmark: Benchmark, path: Path, limit: int | None) -> Iterator[Record]:

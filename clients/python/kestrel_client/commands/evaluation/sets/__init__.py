@@ -1,4 +1,4 @@
-"""The data sets of ``eval``, each a module with a `Benchmark`."""
+"""The data sets of ``eval``, each a module with a `Benchmark`; ``drawn`` has several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from ...flags import SettingsError
 from ...parser import suggestion
 from ..benchmark import Benchmark
 
-NAMES = ("chartqa", "refcoco", "screenspot", "coco")
+DRAWN = ("scenes", "text", "charts", "icons", "screens")
+NAMES = ("chartqa", "refcoco", "screenspot", "coco", *DRAWN)
 
 
 def benchmark(name: str) -> Benchmark:
@@ -16,5 +17,9 @@ def benchmark(name: str) -> Benchmark:
     if name not in NAMES:
         hint = suggestion(name, NAMES) or f"; the sets are {', '.join(NAMES)}"
         raise SettingsError(f"unknown data set {name!r}{hint}")
-    found: Benchmark = importlib.import_module(f"{__name__}.{name}").BENCHMARK
+    found: Benchmark
+    if name in DRAWN:
+        found = importlib.import_module(f"{__name__}.drawn").BENCHMARKS[name]
+    else:
+        found = importlib.import_module(f"{__name__}.{name}").BENCHMARK
     return found

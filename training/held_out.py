@@ -1,0 +1,117 @@
+"""Held-out pictures: what training never draws, with requests that have a bar first.
+
+python -m training.held_out FOLDER      # the sets of ``kestrel eval``; that command has those of --each 30 --seed 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from kestrel_client.commands.evaluation.answers import placed
+from training.domains.picture import Ask, Box, Picture
+from training.mixture import draw_picture, draw_size
+
+# What issue 40 wants, by kind of request.
+BARS = {
+    "text read": 0.97, "text line": 0.97, "text here": 0.97, "text receipt total": 0.94, "charts value": 0.88,
+    "charts label": 0.95, "webcharts value": 0.88, "icons name": 0.80, "icons detect": 0.90, "screens click": 0.93,
+    "screens elements": 0.90, "shapes detect": 0.98, "shapes count": 0.97, "shapes segment": 0.92,
+    "shapes caption short": 0.96, "absent": 0.97, "off topic": 0.97,
+}  # fmt: skip
+SETS = {
+    "scenes": ("shapes",), "text": ("text",), "charts": ("charts", "webcharts"), "icons": ("icons",),
+    "screens": ("screens",),
+}  # fmt: skip
+"""The sets of ``kestrel eval``, and the domains that draw their pictures."""
+ASKS = 7  # of a picture
+
+
+def held_out(each: int, domains: Sequence[str], seed: int = 977) -> list[tuple[str, Picture]]:
+    """(domain, picture) with fonts and icon sets that training never uses; requests with bars first, two of a kind."""
+    found = []
+    for name in domains:
+        for number in range(each):
+            rng = random.Random(f"held/{seed}/{name}/{number}")
+            picture = draw_picture(rng, name, draw_size(rng, 0.175), held=True)
+            rng.shuffle(picture.asks)
+            found.append((name, replace(picture, asks=_bars_first(picture.asks))))
+    return found
+
+
+def _bars_first(asks: list[Ask]) -> list[Ask]:
+    seen = Counter[str]()
+    keys = []
+    for ask in asks:
+        keys.append((seen[ask.kind] > 1, ask.kind not in BARS))
+        seen[ask.kind] += 1
+    return [asks[i] for i in sorted(range(len(asks)), key=keys.__getitem__)]
+
+
+def request_of(ask: Ask, width: int, height: int) -> dict[str, Any]:
+    """The request as ``kestrel eval`` reads it from a row, and what is right; coordinates as fractions of the image."""
+
+    def fractions(values: Sequence[float]) -> list[float]:
+        return [round(float(v) / (width, height)[i % 2], 5) for i, v in enumerate(values)]
+
+    row: dict[str, Any] = {"skill": ask.skill, "kind": ask.kind, "text": ask.text}
+    if ask.skill in ("query", "reasoning", "caption"):
+        value = ask.kind.removeprefix("web").startswith("charts value")
+        metric = "within 5 %" if value else "characters" if ask.spelled else "accuracy"
+        row |= {"skill": "query", "metric": metric, "answer": ask.answer}
+    outlines = ask.outlines
+    if ask.skill == "segment" and not outlines and ask.path:
+        outlines = (path_outline(ask.path, ask.boxes[0]),)
+    lists: dict[str, Sequence[Any]] = {
+        "boxes": ask.boxes,
+        "outlines": [o.ravel() for o in outlines],
+        "refs": ask.refs,
+    }
+    return row | {name: list(map(fractions, those)) for name, those in lists.items() if those}
+
+
+def path_outline(tokens: Sequence[str], box: Box) -> NDArray[np.float64]:
+    """The corners [n, 2] of path tokens, which are in the 960-unit box of ``box``."""
+    path = " ".join(str(int(t) / 960) if t.isdigit() else t for t in tokens)
+    return np.array(placed(path, box)[0])
+
+
+def write_set(folder: Path, name: str, each: int, seed: int) -> None:
+    """Write ``each`` pictures and ``rows.jsonl``. Captions are left out: other models word them in other ways."""
+    folder.mkdir(parents=True, exist_ok=True)
+    domains = SETS[name]
+    rows = []
+    for number, (_, picture) in enumerate(held_out(each // len(domains), domains, seed)):
+        file = f"{number:03}.webp"
+        Image.fromarray(picture.pixels).save(folder / file, quality=90, method=6)
+        height, width = picture.pixels.shape[:2]
+        asks = [ask for ask in picture.asks if ask.skill not in ("caption", "reasoning")]
+        requests = [request_of(ask, width, height) for ask in asks[:ASKS]]
+        for request in requests:
+            request["kind"] = request["kind"].removeprefix(f"{domains[0]} ")
+        rows.append(json.dumps({"image": file, "requests": requests}, ensure_ascii=False))
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("folder", type=Path, help="gets a folder for each set")
+    p.add_argument("--each", type=int, default=30, help="pictures of a set")
+    p.add_argument("--seed", type=int, default=40)
+    given = p.parse_args()
+    for name in SETS:
+        write_set(given.folder / name, name, given.each, given.seed)
+
+
+if __name__ == "__main__":
+    main()
