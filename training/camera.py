@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from training.domains.picture import Ask, Box, Mark, Picture, Pixels, Point
+from training.domains.picture import Ask, Box, Picture, Pixels, Point
 
 
 def compress(rng: random.Random, pixels: Pixels) -> Pixels:
@@ -51,7 +51,7 @@ def turn(picture: Picture, degrees: float) -> Picture:
         np.asarray(turned),
         [ask for ask in (_moved(ask, move, around) for ask in picture.asks if ask.skill != "segment")
          if all(map(inside, ask.boxes))],
-        [Mark(box, m.label, m.colour) for m in picture.marks if inside(box := around(m.box))],
+        [replace(m, box=box) for m in picture.marks if inside(box := around(m.box))],
         [(*move(x, y), c) for x, y, c in picture.characters],
         picture.complete,
         picture.domain,

@@ -87,8 +87,7 @@ class Trainer:
         if args.resume:
             state = checkpoints.load_quantised(args.resume)
             tensors = state["model"]
-            if state["helper"]["out.weight"].shape == self.helper.out.weight.shape:
-                self.helper.load_state_dict(state["helper"])
+            self.helper.take(state["helper"])
         self.helper.to(device)
         self.model = Learner(CONFIG, {name: t.to(device) for name, t in tensors.items()})
         if world > 1:

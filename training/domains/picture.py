@@ -48,11 +48,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Mark:
-    """An object for the helper head: its box, its class and perhaps its colour (a name)."""
+    """An object for the helper head: its box, its class, perhaps its colour (a name), and what it stands for.
+
+    told: as many characters as a cell has places; a space is not learnt.
+    """
 
     box: Box
     label: str
     colour: str = ""
+    told: str = ""
 
 
 @dataclass

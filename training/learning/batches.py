@@ -26,6 +26,7 @@ from training.mixture import (
     draw_picture,
     draw_size,
     images_of,
+    wanted,
 )
 from training.prompts import COORD, SIZE, write
 from training.scenes.vocabulary import COLOURS, SHAPES
@@ -35,7 +36,8 @@ SKILL_WEIGHTS = {  # of the losses of their answers
     "query": 1.0, "reasoning": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.7, "caption": 1.0
 }  # fmt: skip
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
-PLACES = (2, 4)  # rows and columns of a cell, in each of which the helper head reads one character
+# Rows and columns of a cell, in each of which the helper head reads one character. Upright text needs the other way.
+PLACES = (2, 4)
 SLOTS = PLACES[0] * PLACES[1]
 CHARACTERS = [chr(c) for c in range(32, 127)]
 CHARACTER_IDS = {c: i for i, c in enumerate(CHARACTERS)}  # 0, the space's id: nothing
@@ -64,7 +66,7 @@ class Batch:
     weight: Tensor  # [B, L] of the next id's loss; 0.0: it is not trained
     next_coord: Tensor  # [B, L] fractional bins; NOTHING where the next id is no coordinate
     next_size: Tensor  # [B, L, 2]; NOTHING where the next id is no size
-    characters: Tensor  # [B, patches, SLOTS] uint8
+    characters: Tensor  # [B, patches, 3 * SLOTS] uint8: by PLACES, by their transpose, what the object stands for
     labels: Tensor  # [B, patches] int64, 0: nothing
     colours: Tensor  # [B, patches] int64, -1: unknown
     boxes: Tensor  # [B, patches, 4] shares of the picture
@@ -85,15 +87,12 @@ class Batch:
 
 
 def helper_targets(picture: Picture) -> tuple[NDArray[Any], ...]:
-    """Per cell: the characters whose centres lie in its places; class, colour and box of the smallest object there."""
-    grid, (rows, columns) = CONFIG.vision.grid, PLACES
+    """Per cell: the characters whose centres lie in its places, and those of the smallest object there; the object's
+    class, colour and box."""
+    grid = CONFIG.vision.grid
     height, width = picture.pixels.shape[:2]
-    characters = np.zeros((grid * rows, grid * columns), np.uint8)
-    for x, y, c in picture.characters:
-        i, j = int(y / height * grid * rows), int(x / width * grid * columns)
-        if 0 <= i < grid * rows and 0 <= j < grid * columns:
-            characters[i, j] = CHARACTER_IDS.get(c, CHARACTER_IDS["?"])
-    by_cell = characters.reshape(grid, rows, grid, columns).transpose(0, 2, 1, 3)
+    written = [_by_places(picture, *places) for places in (PLACES, PLACES[::-1])]
+    told = np.zeros((grid, grid, SLOTS), np.uint8)
     labels, colours = np.zeros((grid, grid), np.int64), np.full((grid, grid), NO_COLOUR, np.int64)
     boxes = np.zeros((grid, grid, 4), np.float32)
     for mark in sorted(picture.marks, key=lambda m: -(m.box[2] - m.box[0]) * (m.box[3] - m.box[1])):
@@ -103,12 +102,28 @@ def helper_targets(picture: Picture) -> tuple[NDArray[Any], ...]:
         cells = slice(*down), slice(*across)
         labels[cells], boxes[cells] = LABELS[mark.label], box
         colours[cells] = COLOUR_IDS.get(mark.colour, NO_COLOUR)
+        told[cells] = [_character_id(c) for c in mark.told.ljust(SLOTS)]
     flat = labels.reshape(-1), colours.reshape(-1), boxes.reshape(-1, 4)
-    return by_cell.reshape(-1, SLOTS), *flat
+    return np.concatenate([*written, told.reshape(-1, SLOTS)], 1), *flat
+
+
+def _character_id(character: str) -> int:
+    return CHARACTER_IDS.get(character, CHARACTER_IDS["?"])
+
+
+def _by_places(picture: Picture, rows: int, columns: int) -> NDArray[np.uint8]:
+    """The character of each of a cell's places [patches, SLOTS]."""
+    grid, (height, width) = CONFIG.vision.grid, picture.pixels.shape[:2]
+    found = np.zeros((grid * rows, grid * columns), np.uint8)
+    for x, y, c in picture.characters:
+        i, j = int(y / height * grid * rows), int(x / width * grid * columns)
+        if 0 <= i < grid * rows and 0 <= j < grid * columns:
+            found[i, j] = _character_id(c)
+    return found.reshape(grid, rows, grid, columns).transpose(0, 2, 1, 3).reshape(-1, SLOTS)
 
 
 def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
-    """Pictures of one size; requests in random order as long as they fit."""
+    """Pictures of one size; requests as long as they fit, in a random order in which what is wanted comes early."""
     height, width = pictures[0].pixels.shape[:2]
     ids = np.zeros((len(pictures), LENGTH), np.int64)
     values = np.zeros((*ids.shape, 2), np.float32)
@@ -117,8 +132,10 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
     next_coord, next_size = np.full_like(weight, NOTHING), np.full_like(values, NOTHING)
     for row, picture in enumerate(pictures):
         at = number = 0
-        for ask in rng.sample(picture.asks, len(picture.asks)):
+        turns = [rng.random() ** (1 / wanted(ask.kind)) for ask in picture.asks]
+        for _, ask in sorted(zip(turns, picture.asks, strict=True), key=lambda t: -t[0]):
             prompt = write(ask, width, height)
+            share = SKILL_WEIGHTS[ask.skill] * min(2.0, max(0.5, wanted(ask.kind)))
             n = len(prompt.ids) - 1  # the last id is only a target
             if at + n > LENGTH:
                 continue
@@ -127,7 +144,7 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
             position[row, at : at + n] = CONFIG.image_prefix + np.arange(n)
             for i in range(prompt.start, n + 1):
                 here, target, (x, y) = (row, at + i - 1), prompt.ids[i], prompt.values[i]
-                next_id[here], weight[here] = target, SKILL_WEIGHTS[prompt.skill]
+                next_id[here], weight[here] = target, share
                 if target == COORD:
                     next_coord[here] = coord_bin(x, 1024)
                 elif target == SIZE:

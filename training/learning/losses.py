@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,25 +25,48 @@ JITTER = 0.004  # on coordinates fed back during training
 EMPTY = 0.01  # weight of a place without a character, or of a cell without an object
 SIGMA_START, SIGMA_END, SIGMA_UNTIL = 16.0, 2.0, 0.08  # bins, and progress of the plan
 HELP_START, HELP_END = 0.7, 0.2
+HELP_READ = (
+    1.0,
+    0.5,
+    1.5,
+)  # of horizontal and upright characters, and of what an object stands for
 
 
 class PageHelper(nn.Module):
-    """Per cell: the characters in it, and class, colour and box of the object there. Dropped after training."""
+    """Per cell: the characters in it, and class, colour and box of the object there, and what it stands for.
+
+    Dropped after training. New parts go to the end, so that ``take`` keeps the rows of an earlier checkpoint.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.parts = (SLOTS * len(CHARACTERS), len(LABELS) + 1, len(COLOUR_IDS) + 1, 4)
+        self.parts = (SLOTS * len(CHARACTERS), len(LABELS) + 1, len(COLOUR_IDS) + 1, 4,
+                      2 * SLOTS * len(CHARACTERS))  # fmt: skip
         self.out = nn.Linear(dim, sum(self.parts))
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """The weights of a checkpoint's helper, which may have fewer parts. New parts begin at 0, so that they disturb
+        nothing."""
+        for name, own in self.state_dict().items():
+            own[: len(state[name])] = state[name]
+            own[len(state[name]) :] = 0
 
     def forward(self, image: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """image [B, patches, dim] -> the losses of characters and of objects."""
-        text, label, colour, box = self.out(image).split(self.parts, -1)
-        target = batch.characters.long()
-        text = text.unflatten(-1, (SLOTS, -1)).flatten(0, 2).float()
-        found = F.cross_entropy(text, target.flatten(), reduction="none")
+        text, label, colour, box, more = self.out(image).split(self.parts, -1)
         empty = EMPTY * batch.complete
-        weight = torch.where(target > 0, 1.0, empty[:, None, None]).flatten()
-        characters = (found * weight).sum() / weight.sum().clamp_min(1e-3)
+        characters = image.new_zeros((), dtype=torch.float32)
+        read = torch.cat((text, more), -1)
+        texts = read.reshape(*read.shape[:2], 3, SLOTS, -1).unbind(2)
+        targets = torch.split(batch.characters.long(), SLOTS, -1)
+        # Of most objects nothing is told; that teaches nothing.
+        for logits, target, share, none in zip(texts, targets, HELP_READ, (1, 1, 0), strict=True):
+            found = F.cross_entropy(
+                logits.flatten(0, 2).float(), target.flatten(), reduction="none"
+            )
+            weight = torch.where(target > 0, 1.0, none * empty[:, None, None]).flatten()
+            characters = characters + share * (found * weight).sum() / weight.sum().clamp_min(1e-3)
         weight = torch.where(batch.labels > 0, 1.0, empty[:, None]).flatten()
         labels = batch.labels.flatten()
         found = F.cross_entropy(label.flatten(0, 1).float(), labels, reduction="none")

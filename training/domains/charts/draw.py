@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from training.domains.charts.questions import ask_about, readable
+from training.domains.charts.questions import ask_about, labels_are_shown, readable
 from training.domains.charts.questions import number as number_text
 from training.domains.charts.sketched import Drawn, sketch
 from training.domains.charts.tables import make_table
@@ -22,13 +22,19 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     """By Pillow: no chart is seen twice, and every font of the texts occurs."""
     for _ in range(20):
         table = make_table(rng)
+        if not held and len(table["series"]) == 1 and rng.random() < 0.5:
+            continue  # what several series show is harder
+        if not held and rng.random() < 0.15:  # nobody can guess such labels by their first letters
+            mixed = ["".join(rng.sample(label, len(label))) for label in table["labels"]]
+            table["labels"] = mixed if len({*mixed}) == len(mixed) else table["labels"]
         try:
             shown = sketch(rng, table, width, height, held)
         except ValueError:
             continue
         asks = ask_about(rng, table, "charts", exact=held)
         asks += [*_places(rng, table, shown, width, "charts"), absent_object(rng)]
-        marks = _marks(table, shown.boxes)
+        asks += () if held else _places(rng, table, shown, width, "charts")
+        marks = _marks(table, shown.boxes, shown.keys)
         return Picture(shown.pixels, asks, marks, shown.characters, complete=False)
     raise RuntimeError(f"no chart fits into {width}x{height}")
 
@@ -48,9 +54,19 @@ def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Pi
     values = Counter(number_text(v) for s in table["series"] for v in s["values"])
     table = {**table, "numbers": values <= told}
     asks = [*ask_about(rng, table, "webcharts", exact=held), absent_object(rng)]
+    wide, names = 2 * table["size"] * place.scale, [s["name"] for s in table["series"]]
+    # The legend's spots are left of its texts.
+    keys = [
+        (text, (x - wide, y - wide / 4, x, y + wide / 4))
+        for text, points in written
+        if text in names and len(names) > 1
+        for x, y in points[:1]
+    ]
     if boxes:
-        asks += _places(rng, table, Drawn(pixels, boxes, characters, scale), width, "webcharts")
-    return Picture(pixels, asks, _marks(table, boxes), characters, complete=False)
+        shown = Drawn(pixels, boxes, characters, scale, keys)
+        for _ in range(1 if held else 2):
+            asks += _places(rng, table, shown, width, "webcharts")
+    return Picture(pixels, asks, _marks(table, boxes, keys), characters, complete=False)
 
 
 def _scale_among(written: list[tuple[str, list[Point]]], axis: int) -> list[tuple[str, Point]]:
@@ -68,9 +84,25 @@ def _scale_among(written: list[tuple[str, list[Point]]], axis: int) -> list[tupl
     return sorted(ticks, key=lambda tick: tick[1][axis] * (1 - 2 * axis)) if len(ticks) > 2 else []
 
 
-def _marks(table: dict[str, Any], boxes: list[list[Box]]) -> list[Mark]:
-    label = "grouped bar" if table["kind"] == "bar" and len(boxes) > 1 else table["kind"]
-    return [Mark(box, label) for row in boxes for box in row]
+def _marks(
+    table: dict[str, Any], boxes: list[list[Box]], keys: list[tuple[str, Box]]
+) -> list[Mark]:
+    """What is drawn and the legend, with the beginnings and ends of label and series that each stands for."""
+    several = len(boxes) > 1
+    kind = "grouped bar" if table["kind"] == "bar" and several else table["kind"]
+    shown, labels = labels_are_shown(table), table["labels"]
+    of_label = [f"{label[:4]:4}{label[-1]}" if shown else 5 * " " for label in labels]
+    of_series = [f"{s['name'][:2]:2}{s['name'][-1]}" if several else "" for s in table["series"]]
+    marks = [
+        Mark(box, kind, told=label + series)
+        for row, series in zip(boxes, of_series, strict=False)
+        for box, label in zip(row, of_label, strict=True)
+    ]
+    entries = dict(zip(labels, of_label, strict=True))
+    entries |= {
+        s["name"]: 5 * " " + told for s, told in zip(table["series"], of_series, strict=True)
+    }
+    return marks + [Mark(box, "text", told=entries[name]) for name, box in keys]
 
 
 def _places(

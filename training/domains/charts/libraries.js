@@ -43,7 +43,8 @@ const DRAW = {
           data: t.labels.map((n, i) => ({name: n, value: t.series[0].values[i]})),
           label: {...font, formatter: t.numbers ? '{b}: {c}' : '{b}'}}];
       } else {
-        const cat = {type: 'category', data: t.labels, name: t.label_axis, axisLabel: font};
+        const cat = {type: 'category', data: t.labels, name: t.label_axis,
+          axisLabel: t.turn && !t.lying ? {...font, interval: 0, rotate: t.turn} : font};
         const num = {type: 'value', name: t.value_axis, axisLabel: font};
         values.grid = {containLabel: true, bottom: t.series.length > 1 ? 40 : 20};
         values[t.lying ? 'yAxis' : 'xAxis'] = cat; values[t.lying ? 'xAxis' : 'yAxis'] = num;
@@ -71,6 +72,7 @@ const DRAW = {
         options.scales = t.lying ? {y: axis(0, t.label_axis), x: axis(1, t.value_axis)}
                                  : {x: axis(0, t.label_axis), y: axis(1, t.value_axis)};
         options.scales[t.lying ? 'x' : 'y'].beginAtZero = t.kind === 'bar';
+        if (t.turn && !t.lying) options.scales.x.ticks = {autoSkip: false, minRotation: Math.abs(t.turn), maxRotation: Math.abs(t.turn)};
       }
       const sets = t.series.map((s, i) => ({label: s.name, data: s.values, tension: t.smooth ? 0.4 : 0,
         backgroundColor: t.kind === 'pie' ? t.colours : t.colours[i], borderColor: t.kind === 'pie' ? '#fff' : t.colours[i],
@@ -94,7 +96,8 @@ const DRAW = {
         legend: {show: pie || t.series.length > 1, position: t.left ? 'right' : 'bottom'},
         pie: {label: {format: (v, r) => t.numbers ? v : Math.round(r * 100) + '%'}},
         donut: {label: {format: (v, r) => t.numbers ? v : Math.round(r * 100) + '%'}},
-        axis: pie ? {} : {rotated: t.lying, x: {type: 'category', categories: t.labels, label: t.label_axis},
+        axis: pie ? {} : {rotated: t.lying, x: {type: 'category', categories: t.labels, label: t.label_axis,
+            tick: t.turn && !t.lying ? {rotate: t.turn, multiline: false} : {}},
                           y: {label: t.value_axis, min: t.kind === 'bar' ? 0 : undefined, padding: {bottom: 0}}}});
       each(t, (s, i, n, j) => {
         const marks = [...document.querySelectorAll(pie ? '.bb-chart-arc text' : t.kind === 'bar' ? '.bb-bar' : '.bb-circle')];

@@ -85,7 +85,8 @@ def main() -> None:
         for library in libraries:
             page = open_page(browser, library, args.modules)
             for number in range(args.count // len(libraries)):
-                table = make_table(random.Random(f"{args.seed} {library} {number}"))
+                r = random.Random(f"{args.seed} {library} {number}")
+                table = {**make_table(r), "turn": r.choice((0, 90, -90, 45))}  # of the labels
                 picture, shown = draw_chart(page, library, table)
                 archive.add(picture, {"library": library, **table, **shown})
             page.close()

@@ -21,19 +21,21 @@ SAMPLES = 2  # of the marks that have slanted edges, a side of a pixel
 
 @dataclass(frozen=True)
 class Drawn:
-    """boxes: of bars, points or slices by series and label; characters: of all texts; scale: of the value axis."""
+    """boxes: of bars, points or slices by series and label; characters: of all texts; scale: the numbers of the value
+    axis; keys: the entries of the legend."""
 
     pixels: Pixels
     boxes: list[list[Box]]
     characters: list[tuple[float, float, str]]
     scale: list[tuple[str, Point]]
+    keys: list[tuple[str, Box]]
 
 
 class Sketch:
     """A chart in the making. ``frame``: left, top, right and lower edge of the axes in pixels."""
 
     def __init__(self, rng: random.Random, table: dict[str, Any], page: Page, held: bool) -> None:
-        self.rng, self.table, self.page = rng, table, page
+        self.rng, self.table, self.page, self.held = rng, table, page, held
         width, height = page.size
         seen = rng.uniform(12.5, rng.choice((16, 20, 28)))  # pixels of the model's view
         self.size = size = max(8, round(seen / view_scale(width, height)))
@@ -46,6 +48,7 @@ class Sketch:
         self.colours = [c for c in colours if abs(luma(c) - luma(self.ground)) > 25]
         self.frame = 0.6 * size, 0.8 * size, width - 0.8 * size, height - 0.6 * size
         self.scale: list[tuple[str, Point]] = []
+        self.keys: list[tuple[str, Box]] = []
 
     def wide(self, text: str) -> float:
         return width_of(text, self.font, self.size)
@@ -63,15 +66,24 @@ class Sketch:
         left = x - share * width_of(text, self.font, size)
         self.page.put(left, y + 0.35 * size, text, self.font, size, ink or self.ink)
 
-    def write_upright(self, text: str, x: float, y: float, share: float) -> None:
-        """Text that runs upwards around x; ``share`` of it stands below y."""
+    def write_turned(self, text: str, x: float, y: float, share: float, degrees: int = 90) -> None:
+        """Text that is turned against the clock; ``share`` of it stands before (x, y)."""
         long, size = math.ceil(self.wide(text)) + 4, self.size
         strip = Page(Image.new("L", (long, 2 * size)))
         strip.put(2, 1.35 * size, text, self.font, size, 255)  # type: ignore[arg-type]
-        left, top = round(x - size), round(y - (1 - share) * long)
-        upright = strip.image.transpose(Image.Transpose.ROTATE_90)
-        self.page.image.paste(self.ink, (left, top), upright)
-        self.page.characters += [(left + b, top + long - a, c) for a, b, c in strip.characters]
+        turned = strip.image.rotate(degrees, Image.Resampling.BICUBIC, expand=True)
+        cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+        x, y = x - (share - 0.5) * long * cos, y + (share - 0.5) * long * sin  # the middle
+        at = round(x - turned.width / 2), round(y - turned.height / 2)
+        self.page.image.paste(self.ink, at, turned)
+        self.page.characters += [
+            (
+                x + cos * (a - long / 2) + sin * (b - size),
+                y - sin * (a - long / 2) + cos * (b - size),
+                c,
+            )
+            for a, b, c in strip.characters
+        ]
 
     def key(self, names: list[str]) -> None:
         """The legend: right of the axes, below or above them."""
@@ -93,6 +105,7 @@ class Sketch:
             draw = self.page.pen.ellipse if self.table["smooth"] else self.page.pen.rectangle
             draw(spot, colour)
             self.write(name, x + 1.1 * size, y, 0)
+            self.keys.append((name, spot))
             x, y = (x + self.wide(name) + 2.4 * size, y) if below else (x, y + 1.5 * size)
 
     def axes(self) -> tuple[float, float]:
@@ -118,13 +131,20 @@ class Sketch:
         if below:
             self.write(below, (x0 + x1) / 2, y1 - 0.5 * size)
         if aside:
-            self.write_upright(aside, x0 + 0.5 * size, (y0 + y1) / 2, 0.5)
+            self.write_turned(aside, x0 + 0.5 * size, (y0 + y1) / 2, 0.5)
         left, gap = names if t["lying"] else numbers, rng.uniform(0.3, 0.8) * size
         left += gap + 1.5 * size * bool(aside)
         self.cut(left, 0.5 * size, 0.4 * numbers * t["lying"], 1.5 * size * bool(below))
         x0, y0, x1, y1 = self.frame
-        turned = not t["lying"] and names > 0.92 * (x1 - x0) / len(labels)
-        self.cut(bottom=(names if turned else size) + gap)
+        turned = 90 * (not t["lying"] and names > 0.92 * (x1 - x0) / len(labels))
+        if not self.held and not t["lying"] and (turned or rng.random() < 0.4):
+            turned = rng.choice((90, 90, -90, -90, 30, 45, -45))
+        high = abs(math.sin(math.radians(turned)))
+        if high % 1:  # slanted, so that the first or the last label leaves the axis
+            beyond = names * math.cos(math.radians(turned)) - 0.5 * (x1 - x0) / len(labels)
+            beyond = max(0, beyond - left * (turned > 0))
+            self.cut(*((beyond, 0, 0) if turned > 0 else (0, 0, beyond)))
+        self.cut(bottom=size + gap if not turned else names * high + gap + size * (high < 1))
         x0, y0, x1, y1 = self.frame
         if x1 - x0 < 5 * size or y1 - y0 < 5 * size:
             raise ValueError("no room for the axes")
@@ -143,7 +163,8 @@ class Sketch:
             if t["lying"]:
                 self.write(label, x0 - gap, y0 + share * (y1 - y0), 1)
             elif turned:
-                self.write_upright(label, x0 + share * (x1 - x0), y1 + gap, 1)
+                x, y = x0 + share * (x1 - x0), y1 + gap + 0.5 * size * (high < 1)
+                self.write_turned(label, x, y, float(turned > 0), turned)
             else:
                 self.write(label, x0 + share * (x1 - x0), y1 + gap + 0.5 * size)
         if rng.random() < 0.8:
@@ -274,4 +295,4 @@ def sketch(
     elif len(names) > 1:
         s.key(names)
     boxes = s.pie() if pie else (s.bars if table["kind"] == "bar" else s.points)(s.axes())
-    return Drawn(np.asarray(s.page.image), boxes, s.page.characters, s.scale)
+    return Drawn(np.asarray(s.page.image), boxes, s.page.characters, s.scale, s.keys)

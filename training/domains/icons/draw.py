@@ -195,5 +195,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     asks += [_this(rng, icons) for _ in range(4)]
     asks += [_seek(rng, icons, "point", width), *_amounts(rng, icons), _caption(icons, width)]
     asks.append(off_topic(rng) if rng.random() < 0.3 else absent_object(rng))
+    for _ in range(0 if held else 3):
+        asks += [_seek(rng, icons, "detect", width), _this(rng, icons), *_amounts(rng, icons)]
     marks = [Mark(icon.box, icon.name) for icon in icons]
     return Picture(np.asarray(page.image), asks, marks, page.characters)

@@ -193,7 +193,7 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     pairs = [(key + colon, value) for key, value in zip(keys, values, strict=True)]
     _rows(page, pairs, left, right, y, step, font, size, ink, beside)
     asks = []
-    for k in rng.sample(range(len(keys)), min(2, len(keys))):
+    for k in rng.sample(range(len(keys)), min(2 if held else 4, len(keys))):
         key = rng.choice((keys[k], keys[k].lower()))
         ways = (
             'What is the {k}?|What is the value of {k}?|{k}?|What is written next to "{k}"?|'
@@ -249,9 +249,12 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
         for c, text in enumerate(row):
             page.put(x + 0.45 * size, top + (r + 0.7) * step, text, font, size, ink)
             x += widths[c]
-    r, c = rng.randrange(rows), rng.randrange(1, columns)
     of_cell = "What is the {h} of {n}?|What is the {h} for {n}?|{h} of {n}?|Which {h} has {n}?"
-    return page, [read(rng, "text cell", of_cell, cells[r][c], h=heads[c], n=names[r])]
+    asks = []
+    for _ in range(1 if held else 4):
+        r, c = rng.randrange(rows), rng.randrange(1, columns)
+        asks.append(read(rng, "text cell", of_cell, cells[r][c], h=heads[c], n=names[r]))
+    return page, asks
 
 
 KINDS: tuple[tuple[Document, int], ...] = (

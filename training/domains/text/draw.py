@@ -11,7 +11,7 @@ import numpy as np
 from training.domains.phrasing import absent_object, off_topic, read, tell
 from training.domains.picture import Ask, Mark, Picture, centre, find, in_order
 from training.domains.text import words as w
-from training.domains.text.documents import KINDS
+from training.domains.text.documents import KINDS, form, table
 from training.domains.text.page import Line, Page, Word
 
 LONGEST = 110  # characters of an answer
@@ -121,7 +121,10 @@ def asks_of(rng: random.Random, page: Page) -> list[Ask]:
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     kinds, weights = zip(*KINDS, strict=True)
     for _ in range(10):
-        page, special = rng.choices(kinds, weights)[0](rng, width, height, held)
+        drawn = rng.choices(kinds, weights)[0]
+        if not held and rng.random() < 0.2:
+            drawn = rng.choice((form, table))  # screens need the same
+        page, special = drawn(rng, width, height, held)
         if page.lines and min(line.box[3] - line.box[1] for line in page.lines) >= 3:
             break
     else:
