@@ -21,7 +21,7 @@ from kestrel_engine.steps.loop import EngineLoop
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.fakes import IMAGE, SMALL, ByteCodec
 from tests.engine.inside import inside
-from tests.engine.options.test_stop_strings import GREEDY, says, streamed, thinks
+from tests.engine.options.test_stop_strings import GREEDY, says, thinks
 from tests.fake_runtime import FakeRuntime, hashed
 from tests.waiting import until
 
@@ -97,17 +97,6 @@ async def test_a_text_that_matches_anyway_is_unchanged(make_engine, fake_limits)
     result = await engine.query(question="a", settings=settings)
     assert result.output == plain.output == {"answer": "12 dots"}
     assert result.token_ids == plain.token_ids[:-1] and len(result.logprobs) == 7
-
-
-async def test_a_stream_adds_up(make_engine, fake_limits):
-    # Steps take a while, so that a reader sees several updates.
-    engine = make_engine(FakeRuntime(fake_limits, cost=lambda plan: 0.005))
-    settings = {**GREEDY, "constraint": {"json_schema": SCHEMA}, "max_tokens": 100}
-    updates, result = await streamed(
-        await engine.query(question="a", stream=True, settings=settings)
-    )
-    assert "".join(update.text for update in updates) == result.output["answer"]
-    assert matches({"json_schema": SCHEMA}, result.output["answer"]) and len(updates) > 1
 
 
 async def test_other_rows_of_the_batch_are_unchanged(make_engine, fake_limits):

@@ -8,7 +8,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from tests.fake_runtime import FakeRuntime
-from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, HeldRuntime, raw_image
+from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, raw_image
 from tests.service.statuses import failure
 from tests.waiting import until
 
@@ -67,14 +67,6 @@ async def test_a_deadline_frees_the_engine(serve, streaming):
     told = await served.overdue(ask)
     assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await all_freed(served)
-
-
-async def test_a_deadline_passes_while_a_step_hangs(serve):
-    served = await serve(HeldRuntime())
-    told = await failure(
-        served.vision.Query(pb.QueryRequest(query=pb.QueryTask(question="?")), timeout=0.1)
-    )
-    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serve):

@@ -1,7 +1,5 @@
 """ModelService: skills with their schemas, adapters, and lists in pages."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

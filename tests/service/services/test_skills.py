@@ -168,16 +168,6 @@ async def test_a_stop_string_ends_answers_and_descriptions(serve):
         assert without_timings(events[-1].final).usage == without_timings(response).usage
 
 
-async def test_a_question_needs_no_image(serve):
-    served = await serve()
-    response = await served.vision.Query(
-        pb.QueryRequest(query=pb.QueryTask(question="hello?", **GREEDY))
-    )
-    assert response.answers[0].text
-    assert not response.info.images
-    assert response.usage.image_tokens == 0
-
-
 async def test_invalid_stop_strings_name_their_field(serve):
     served = await serve()
     for stop, field, message in (
@@ -223,16 +213,6 @@ async def test_segment_sends_the_box_first_then_the_path_and_a_mask_on_request(s
     assert sum(mask.rle.counts) == 60 * 40
 
 
-async def test_segment_draws_no_mask_unless_asked_to(serve):
-    served = await serve(FakeRuntime(LIMITS, segment_script([])))
-    response = await served.vision.Segment(
-        pb.SegmentRequest(image=raw_image(), segment=pb.SegmentTask(objects=["cat"]))
-    )
-    (found,) = response.detections
-    assert found.HasField("box")
-    assert not found.outline.HasField("mask")
-
-
 async def test_a_mask_as_polygons(serve):
     path = [100 + b for b in b"M0L9H9Z"]
     served = await serve(FakeRuntime(LIMITS, segment_script(path)))
@@ -262,6 +242,7 @@ async def test_a_refined_outline_comes_with_the_coarse_one(serve):
     (fine,) = final.detections
     assert " ".join(pieces) == fine.outline.coarse.svg_path != fine.outline.svg_path
     assert events[1].detection.box == fine.outline.coarse.box != fine.box
+    assert not fine.outline.HasField("mask")
     request.segment.refinement = pb.REFINEMENT_NONE
     (coarse,) = (await served.vision.Segment(request)).detections
     assert coarse.outline.svg_path == fine.outline.coarse.svg_path
@@ -331,16 +312,3 @@ async def test_every_skill_at_once_gives_what_each_gives_alone(serve):
     for skill, response in zip(list(REQUESTS) * 4, mixed, strict=True):
         assert without_timings(response) == alone[skill]
     assert served.engine.num_requests == 0
-
-
-async def test_sampling_reaches_the_engine(serve):
-    served = await serve()
-    request = pb.QueryRequest(
-        images=[raw_image()],
-        query=pb.QueryTask(question="what?", max_tokens=3, sampling=common_pb2.Sampling(seed=7)),
-    )
-    response = await served.vision.Query(request)
-    assert response.usage.output_tokens == 3
-    (answer,) = response.answers
-    assert answer.finish_reason == common_pb2.FINISH_REASON_LENGTH
-    assert answer.seed == response.info.seed == 7

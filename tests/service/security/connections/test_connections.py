@@ -152,10 +152,16 @@ def large_events(monkeypatch):
     monkeypatch.setattr(run, "event_fields", event)
 
 
-async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
+@pytest.mark.parametrize("kind", ["Query", "Analyze"])
+async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events, kind):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
     served = await serve(EndlessRuntime(), server_config=config)
-    stream = served.vision.StreamQuery(query(NO_END))
+    tasks = [pb.Task(query=query(NO_END).query)] * 2
+    requests = {
+        "Query": query(NO_END),
+        "Analyze": pb.AnalyzeRequest(image=raw_image(), tasks=tasks),
+    }
+    stream = getattr(served.vision, f"Stream{kind}")(requests[kind])
     await anext(aiter(stream))
     await until(lambda: not served.server.guard.admission.calls)
     await until(lambda: not served.engine.num_requests)  # What it held is free.
@@ -164,20 +170,6 @@ async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events):
     assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
     assert told.trailers["grpc-retry-pushback-ms"] == "-1"
     assert (await served.vision.Query(query())).usage.output_tokens == 2
-
-
-async def test_a_reader_of_several_tasks_who_does_not_read_is_cut_off(serve, large_events):
-    config = {"security": SecurityConfig(calls=CallLimits(write_s=0.4))}
-    served = await serve(EndlessRuntime(), server_config=config)
-    inner = query(NO_END)
-    task = pb.Task(query=inner.query)
-    request = pb.AnalyzeRequest(image=raw_image(), tasks=[task, task])
-    stream = served.vision.StreamAnalyze(request)
-    await anext(aiter(stream))
-    await until(lambda: not served.server.guard.admission.calls)
-    await until(lambda: not served.engine.num_requests)
-    told = await failure(stream)
-    assert (told.code, told.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
 
 
 async def test_a_reader_who_is_only_slow_gets_everything(moved_clock, serve, large_events):

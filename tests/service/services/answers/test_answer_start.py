@@ -1,7 +1,5 @@
 """An answer that a caller has begun: alone, as a stream, and as a task."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kestrel_client import AsyncKestrelClient, QueryTask

@@ -1,7 +1,5 @@
 """StreamFrames: one response for each frame, late frames, failures of frames and of streams, and their limits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

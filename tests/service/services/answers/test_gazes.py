@@ -1,7 +1,5 @@
 """Gaze: of eyes, of faces, and of every face; once or accurately; alone, in Analyze and on frames."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from typing import Any

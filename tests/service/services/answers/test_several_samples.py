@@ -158,21 +158,3 @@ async def test_a_frame_has_samples(serve):
     sent = [pb.StreamFramesRequest(config=config), pb.StreamFramesRequest(frame=frame)]
     (told,) = [response async for response in served.vision.StreamFrames(sent)]
     assert seeds(told.results.results[0].query) == [5, 6, 7]
-
-
-async def test_samples_that_abstain_look_once(serve):
-    served = await serve()
-    asked = request("Query", num_samples=3, seed=5)
-    asked.query.abstention.objects.append("cat")
-    asked.query.abstention.max_absence = 0
-    abstained = await served.vision.Query(asked)
-    assert abstained.abstained and seeds(abstained) == [5, 6, 7]
-    assert [each.object for each in abstained.presupposed] == ["cat"]
-    assert not any(each.text for each in abstained.answers)
-    asked.query.abstention.max_absence = 1
-    answered = await served.vision.Query(asked)
-    assert answered.presupposed == abstained.presupposed and not answered.abstained
-    plain = await served.vision.Query(request("Query", num_samples=3, seed=5))
-    assert answered.answers == plain.answers
-    positions = served.engine.info.image_positions
-    assert answered.usage.image_tokens == plain.usage.image_tokens + positions

@@ -1,7 +1,5 @@
 """The name of an adapter from every client to the runtime's rows, and the statuses of one that can't be applied."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import grpc

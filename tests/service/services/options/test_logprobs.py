@@ -62,21 +62,6 @@ async def test_a_stream_has_them_in_its_deltas(serve, skill):
 
 
 @pytest.mark.parametrize("skill", REQUESTS)
-async def test_without_the_setting_there_are_none(serve, skill):
-    served = await serve()
-    request = type(REQUESTS[skill])()
-    request.CopyFrom(REQUESTS[skill])
-    asked = answer_of(await getattr(served.vision, skill)(request))
-    getattr(request, skill.lower()).ClearField("text")
-    answer = answer_of(await getattr(served.vision, skill)(request))
-    assert not answer.HasField("logprobs")
-    assert answer.text == asked.text
-    events = [event async for event in stream(served, skill, request)]
-    assert not answer_of(events[-1].final).HasField("logprobs")
-    assert all(not event.text_delta.tokens for event in events)
-
-
-@pytest.mark.parametrize("skill", REQUESTS)
 async def test_the_likeliest_tokens_at_each_place(serve, skill):
     served = await serve()
     request = type(REQUESTS[skill])()

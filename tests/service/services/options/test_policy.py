@@ -86,24 +86,6 @@ async def test_prefixes_are_shared_with_equal_salt_only(serve):
     assert len(set(crops)) == 3, "each salt has the picture encoded for itself"
 
 
-async def test_the_tasks_of_one_call_have_its_salt(serve):
-    served = await serve()
-
-    async def cached(**options):
-        request = pb.AnalyzeRequest(
-            image=raw_image(),
-            tasks=[pb.Task(query=pb.QueryTask(question="what?"))],
-            options=common_pb2.RequestOptions(**options),
-        )
-        return (await served.vision.Analyze(request)).usage.cached_tokens
-
-    assert await cached(cache_salt="tenant 1") == 0
-    assert await cached(cache_salt="tenant 2") == 0
-    assert await cached(cache_salt="tenant 2") > 80
-    crops = [piece.image.key for plan in served.runtime.plans for piece in plan.encode]
-    assert len(set(crops)) == 2
-
-
 @pytest.mark.parametrize("salt", ["x" * 129, "ä" * 65])
 async def test_a_salt_has_128_bytes_at_most(serve, salt):
     served = await serve()
