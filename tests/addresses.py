@@ -4,8 +4,6 @@
 It works on names that Triton keeps to itself: where one is missing, nothing is checked.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from types import ModuleType

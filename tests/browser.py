@@ -1,7 +1,5 @@
 """A page in Chromium, whose script imports npm packages and tells what it found."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import json

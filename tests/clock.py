@@ -5,8 +5,6 @@ test with time-outs of an hour takes milliseconds. A moved clock runs with that 
 forward: for tests with threads, sockets and other processes, whose work takes time that no test knows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 import threading

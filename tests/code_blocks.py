@@ -1,7 +1,5 @@
 """The code blocks of the documentation, indented and fenced, as the tests run them."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

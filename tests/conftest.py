@@ -1,7 +1,5 @@
 """Fixtures that every part of the suite may use, and how pytest-xdist shares the tests among its processes."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

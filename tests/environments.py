@@ -1,7 +1,5 @@
 """Environments of their own for programs of packages that tests must not import."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

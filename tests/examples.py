@@ -1,7 +1,5 @@
 """given_examples: a property that ``make test`` tries with few examples, and ``make test-slow`` with many."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

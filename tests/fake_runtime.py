@@ -7,8 +7,6 @@ With two lanes, a step of NEW_WORK therefore runs as late as it may: after decod
 collected earlier.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b

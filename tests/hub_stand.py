@@ -1,7 +1,5 @@
 """A local stand-in for the hub: it speaks its file endpoints, and remembers what it was asked."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Free ports for programs that need a number at their start. No other program takes such a port before its use."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

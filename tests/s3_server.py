@@ -1,7 +1,5 @@
 """A server that speaks S3, of the package moto, in a process of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A synchronous client with the methods of an asynchronous one, so that one test serves both."""
 
-from __future__ import annotations
-
 import asyncio
 
 

@@ -1,7 +1,5 @@
 """A local stand-in for the tuning API: its route of a checkpoint's address, and the files at these addresses."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

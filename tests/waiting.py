@@ -1,7 +1,5 @@
 """How a test waits for what another thread or process does: by looking, with one bound that no verdict depends on."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import itertools

@@ -3,8 +3,6 @@
 The package is read, not installed: it overwrites modules of googleapis-common-protos and OpenTelemetry.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

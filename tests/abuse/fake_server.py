@@ -7,8 +7,6 @@ suffix. While a step hangs, each file with the suffix .passed lets 100 s pass. W
 MODEL names the model. The template of workers runs this module too, as a fork of the fork server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

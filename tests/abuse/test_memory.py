@@ -1,8 +1,6 @@
 """A call's memory is freed when it ends in any way, without the garbage collector: messages are large, and the
 collector runs seldom."""
 
-from __future__ import annotations
-
 import gc
 import secrets
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Benchmarks of these tests start their processes as forks, and leave this process's settings as they were."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

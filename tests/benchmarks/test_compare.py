@@ -1,7 +1,5 @@
 """compare.py: what counts as slower, and its exit status."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

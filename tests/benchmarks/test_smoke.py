@@ -1,7 +1,5 @@
 """Every benchmark for the CPU runs at a hundredth of its size and says what it found; figures are not judged here."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -3,8 +3,6 @@
 What a request asks for in words decides what the peer does: see Peer.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """The client's calls with the oldest packages that it allows, and with protobuf 6 beside a newer grpcio."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A list of servers that changes: what it may look like, and what is made of one that is broken."""
 
-from __future__ import annotations
-
 import gc
 import json
 import threading

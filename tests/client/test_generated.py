@@ -1,7 +1,5 @@
 """The synchronous clients are the asynchronous ones without await; ``make check`` compares the files."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """What importing the client loads, and what it does without Pillow. Each in an interpreter of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The examples of the client's README run as they are, except for the server's address."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Targets of a client: a host alone gets the default port, and a web address is refused with the form to use."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

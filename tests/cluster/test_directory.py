@@ -1,7 +1,5 @@
 """The list of a cluster's servers: who is on it, and what others read."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The files that follow the list of servers, with a directory over real HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

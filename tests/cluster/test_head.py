@@ -1,7 +1,5 @@
 """The address of a Ray cluster's head."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -3,8 +3,6 @@
 ``make test-ray`` runs this, in an environment that has Ray. -s shows the figures of docs/run/scaling.md.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What the settings say of a cluster, and how ``kestrel-grpc cluster`` refuses them."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

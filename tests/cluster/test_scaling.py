@@ -1,7 +1,5 @@
 """How many servers a load needs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

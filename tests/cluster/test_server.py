@@ -1,7 +1,5 @@
 """A server of a cluster as a child process, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import os

@@ -6,8 +6,6 @@ first decode logits of one case a skill. Left out are crops (the checksums in pr
 readings of the reference that we do not follow. Nothing is rounded: what is kept is kept bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import lzma

@@ -3,8 +3,6 @@
 KESTREL_CRDS names a folder with the definitions' files, as their projects publish them. Rules in CEL are not checked.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

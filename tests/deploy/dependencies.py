@@ -1,7 +1,5 @@
 """The packages that an installation with some extras brings, from the metadata of what is installed here."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import PackageNotFoundError, requires
 

@@ -5,8 +5,6 @@ for the base image. The overlays are mounted in a namespace of their own, and va
 on Linux. Each step becomes the shell command that does the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Machine: a copy of this machine that systemd boots in a container, in an overlay of this machine's file system."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

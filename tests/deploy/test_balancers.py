@@ -1,7 +1,5 @@
 """The balancers of deploy/ (HAProxy, nginx, Envoy), run by the real programs before three real servers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Envoy's configurations against its published schema: every field exists and has a value of its type."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 from pathlib import Path

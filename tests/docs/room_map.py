@@ -4,8 +4,6 @@ A room is a folder with an ``__init__.py``, whose docstring begins with its purp
 layers is that of the import rules in pyproject.toml. ``make docs`` writes both; ``--check`` fails if they are stale.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

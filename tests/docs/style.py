@@ -5,8 +5,6 @@ Markdown it reads prose, lists and the parts of tables' cells. It leaves out cod
 links. Of protos it reads comments.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

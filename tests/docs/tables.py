@@ -3,8 +3,6 @@
 ``make docs`` writes them between the marks of their pages.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable

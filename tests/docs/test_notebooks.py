@@ -1,7 +1,5 @@
 """The notebooks of docs/notebooks: they run, and what they show is what they give."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

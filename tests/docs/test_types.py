@@ -1,7 +1,5 @@
 """The Python of README and docs passes type checkers, as a user runs them: strictly, with the packages' own types."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ Each seed makes a mix of skills and images and the settings of an engine; a fail
 KESTREL_EQUALITY_SEEDS: how many for each model.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """ForkedProcess: a Python process that starts in milliseconds, as a fork of the fork server (server.py)."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import json

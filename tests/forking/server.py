@@ -6,8 +6,6 @@ arguments, folder, variables and the numbers of files. A socket for the number a
 with it, and these files, standard streams first. The fork server ends when the other end of LIFE, a pipe, is closed.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc

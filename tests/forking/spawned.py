@@ -1,7 +1,5 @@
 """fork_what_is_spawned: processes that multiprocessing spawns, and those of benchmarks, as forks of the fork server."""
 
-from __future__ import annotations
-
 import os
 import sys
 from multiprocessing import popen_spawn_posix, resource_tracker, util

@@ -3,8 +3,6 @@
 The fork has imported torch and all else that takes seconds. This process only waits for it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

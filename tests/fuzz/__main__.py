@@ -6,8 +6,6 @@ of processor time, or memory above the limit. Inputs that reach new code are kep
 inputs that fail. Copy a failing input into tests/fuzz/corpus/TARGET once the fault is mended: test_corpus.py reads it.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import subprocess

@@ -1,7 +1,5 @@
 """Changes a JSON value at one place, so that inputs stay JSON."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """The limits of an input: processor seconds and memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Changes a protobuf message at some places, so that inputs stay messages."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A server with the fake runtime on sockets, in this thread's event loop, for inputs that are requests."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Writes the files that an input describes."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

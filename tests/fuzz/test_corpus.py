@@ -1,7 +1,5 @@
 """Every input of the corpus passes. Among them are the inputs that fuzzing found faults with."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

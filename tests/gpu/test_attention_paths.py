@@ -3,8 +3,6 @@
 FlashInfer's decode also alone: replayed from a graph after it was planned anew, against softmax in float64.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Decoding beside images and prompts changes no token of a request: tests/equality on a GPU, in float32."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

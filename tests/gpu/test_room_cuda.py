@@ -1,7 +1,5 @@
 """Passes that leave room for decode steps, and decode steps at intervals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile

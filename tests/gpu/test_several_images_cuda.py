@@ -3,8 +3,6 @@
 The golden models are small, but their images have as many positions as those of the released models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A real server on real sockets, for gRPC and HTTP, with the fake runtime behind the real engine."""
 
-from __future__ import annotations
-
 import base64
 import re
 import ssl

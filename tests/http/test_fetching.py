@@ -3,8 +3,6 @@
 A stand-in for the name server and for the network leads all connections to a server of this test.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """RequestFraming: where a request ends, and what is refused before h11 sees it."""
 
-from __future__ import annotations
-
 import h11
 import pytest
 from hypothesis import strategies as st

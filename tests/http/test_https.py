@@ -1,7 +1,5 @@
 """TLS on the HTTP port: the server's certificate and its renewal, clients' certificates, and silent handshakes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl

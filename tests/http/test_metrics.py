@@ -1,7 +1,5 @@
 """GET /metrics on the HTTP port: the same metrics as on the port of --metrics-listen, for the same readers."""
 
-from __future__ import annotations
-
 import httpx2
 import pytest
 

@@ -1,7 +1,5 @@
 """The description of the HTTP port: what it says, and that the port does what it says."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page behind GET /: its files, its policy, and every skill in a real browser."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

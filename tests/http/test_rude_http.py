@@ -1,7 +1,5 @@
 """Rude HTTP clients: silent ones, endless heads and bodies, readers who don't read. Each costs a bounded amount."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """What a launch, and a call of one jitted function by another, need not do again."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

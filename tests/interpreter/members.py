@@ -1,7 +1,5 @@
 """Members of triton.language that get the semantic at once, and quicker ones for tensors of common types."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

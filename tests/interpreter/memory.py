@@ -1,7 +1,5 @@
 """Loads and stores by numpy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

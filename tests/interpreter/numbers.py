@@ -1,7 +1,5 @@
 """FP8 as a GPU rounds it, and erf of whole arrays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Operators of tensors of common types."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

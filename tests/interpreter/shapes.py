@@ -1,7 +1,5 @@
 """Shapes and types of results, remembered."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

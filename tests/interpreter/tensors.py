@@ -1,7 +1,5 @@
 """Tensors of common types, made and combined without the rules of promotion."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

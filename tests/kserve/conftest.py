@@ -1,7 +1,5 @@
 """A real server with the fake runtime behind the real engine, and requests of the Open Inference Protocol."""
 
-from __future__ import annotations
-
 import json
 import struct
 from io import BytesIO

@@ -1,7 +1,5 @@
 """/v2 by HTTP: metadata, JSON and binary tensors, and errors in Triton's form."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

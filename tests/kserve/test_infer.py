@@ -1,7 +1,5 @@
 """ModelInfer: the same answers as by kestrel.v1, in the vendor's JSON, and errors that name the input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ModelStreamInfer: many requests on one stream, streamed answers, errors between them, and limits of the stream."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The unmodified tritonclient, in an environment of its own because it needs an older protobuf, drives every RPC."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Each rule reads all messages, so it holds for a field that is added later, too.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Certificates made for the test run: an authority, and pairs that it signs."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Commands of ``kestrel-grpc``: ``here`` runs one in this process, ``kestrel`` in a fork of the fork server, both in
 milliseconds; ``executed`` runs one as users do."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """A real server on a real socket, with the fake runtime behind the real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable

@@ -1,7 +1,5 @@
 """Reads code, message and google.rpc details of a failed call."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

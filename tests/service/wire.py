@@ -1,7 +1,5 @@
 """A wire between a client and a server, which a test can cut and watch."""
 
-from __future__ import annotations
-
 import asyncio
 
 PING = b"\0\0\x08\x06\0" + bytes(4)

@@ -1,7 +1,5 @@
 """A server with the bundled model, for tools that ask it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

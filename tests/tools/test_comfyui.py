@@ -1,7 +1,5 @@
 """clients/tools/comfyui_kestrel, imported and called as ComfyUI does. ComfyUI itself is not on PyPI."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from types import ModuleType

@@ -1,7 +1,5 @@
 """clients/tools/kestrel_cvat.py in the real packages of CVAT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

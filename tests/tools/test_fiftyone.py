@@ -1,7 +1,5 @@
 """clients/tools/fiftyone_kestrel in the real FiftyOne, where a variable names a Python that has it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """deploy/homeassistant and deploy/frigate: what they send, to a real server with HTTP."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

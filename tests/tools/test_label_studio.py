@@ -1,7 +1,5 @@
 """The backend for Label Studio: real requests to it, before a server with the bundled model."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import base64

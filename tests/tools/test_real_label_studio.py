@@ -1,7 +1,5 @@
 """The bridge behind the real Label Studio, where a variable names a Python that has it."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

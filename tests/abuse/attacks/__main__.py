@@ -8,8 +8,6 @@ For each it prints the most memory of the server's whole process tree above its 
 Figures need an otherwise idle machine. Loopback only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Runs one attack beside a polite caller, and says what became of both."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Attacks by regular calls: too many, cancelled, stalled, about expensive images."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """Attacks below the calls: connections and frames of HTTP/2 that no regular client sends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Attacks by constraints: slow to follow, or slow to compile."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Attacks by HTTP: bodies with two lengths, heads of many lines, requests in a row."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Attacks by messages: compressed, unfinished, large, with many fields or long texts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The attacks by name, and what several of them need."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter

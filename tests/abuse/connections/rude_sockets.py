@@ -5,8 +5,6 @@ HTTP/2 is written by hand: a frame is nine bytes and a payload (RFC 9113), and h
 (RFC 7541, section 6.2.2).
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable

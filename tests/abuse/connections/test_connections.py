@@ -3,8 +3,6 @@
 The attackers call from 127.0.0.2, the polite caller from 127.0.0.1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

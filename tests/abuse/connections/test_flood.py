@@ -5,8 +5,6 @@ Each attack runs in a process of its own, by hand-made calls, against a real ser
 --max-held-bytes, lowered so that the test is quick. One principal attacks, another one is polite.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """HTTP requests that two programs could read in two ways, and requests that cost more than they should."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_grpc.http.port.listener import _READ_BYTES

@@ -1,7 +1,5 @@
 """One client makes more calls at once than a connection may carry. The others wait in the client; none is refused."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Connections that no regular client makes: the server continues to serve, and they write nothing into its log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,8 +1,6 @@
 """Strategies for messages whose fields have extreme values, made from the descriptors, so that they cover new
 fields."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -8,8 +8,6 @@ that hangs does after HANG_S: the stack and the image's number are on standard e
 make the same image, wherever it runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import faulthandler

@@ -1,8 +1,6 @@
 """Every method with extreme field values, over the wire: it answers only with the statuses that docs/use/statuses.md
 lists, and the server frees everything. KESTREL_FUZZ_EXAMPLES: how many for each method."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Iterator

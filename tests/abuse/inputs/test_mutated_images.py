@@ -1,7 +1,5 @@
 """Thousands of broken images in a process with bounded memory. KESTREL_FUZZ_IMAGES: how many the slow test decodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The front of several workers: Envoy as it runs, before workers as they run. What passes, and what a death costs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,8 +1,6 @@
 """A server that is killed, hangs, can't write its log, or can't reach its collector: callers hear of it in time, or
 never notice."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

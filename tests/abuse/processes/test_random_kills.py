@@ -3,8 +3,6 @@
 KESTREL_SOAK_SECONDS says how long it takes. How soon times are normal again depends on the machine, and is not judged.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,8 +1,6 @@
 """Several processes behind one port: connections spread over them, one is killed or hangs, the supervisor is killed,
 none can start. Callers of the others never notice, callers of the one hear of it in time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Three server processes, and clients that say which of them answered."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -5,8 +5,6 @@ python -m tests.abuse.soak.server FLAGS OF SERVE…
 For each line "probe" on standard input, it collects garbage and writes one JSON object (Held) to standard output.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import dataclasses

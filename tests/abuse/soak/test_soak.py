@@ -3,8 +3,6 @@
 KESTREL_SOAK_SECONDS says how long the slow one takes (1800 is the full one).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 

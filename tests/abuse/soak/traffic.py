@@ -6,8 +6,6 @@ time, closes all connections, and sends a Counter of statuses and of malformed c
 None.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Figures as Markdown: every one in a table of its benchmark, with its limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.diagnostics import figures_table

@@ -1,7 +1,5 @@
 """The GPU's benchmarks run on a CPU at a hundredth of their size, with the bundled model; figures are not judged."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is computed from the calls of a run in which processes are killed."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.service.kills import p99_after

@@ -1,8 +1,6 @@
 """The trace has the sizes, shares and lengths of questions that its description states, and is the same in every
 run."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The made-up tokenizer: as many ids as asked for, text for each of them, and words of the trace in one token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The arithmetic behind the trace's figures: steady rates, device time, phases, work that can't be avoided."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Calls that do not simply succeed: errors, limits, cancellation, retries, credentials."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import subprocess

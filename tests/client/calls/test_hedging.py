@@ -1,7 +1,5 @@
 """A call whose answer is late is sent a second time, and the first answer counts."""
 
-from __future__ import annotations
-
 import asyncio
 
 import grpc

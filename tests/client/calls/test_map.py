@@ -1,7 +1,5 @@
 """map: many images, a few at a time, in order, with errors beside results."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """An image that a server does not know is sent in place of its id, or put first if it is too large for that."""
 
-from __future__ import annotations
-
 import grpc
 import pytest
 

@@ -1,7 +1,5 @@
 """Every skill, sync and async, unary and streaming: the messages that are sent and the results."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``kestrel-grpc batch``: every image has exactly one result, also if the command or the server is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import json

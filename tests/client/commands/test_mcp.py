@@ -1,7 +1,5 @@
 """``kestrel-grpc mcp`` driven by the protocol's own client, over standard input and output and over HTTP."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

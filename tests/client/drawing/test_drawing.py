@@ -1,7 +1,5 @@
 """Painted results, checked by their pixels."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fractions of an image become pixels."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_client import Box, ImageSize, Point

@@ -1,7 +1,5 @@
 """Path data to polygons: every command, both cases, and the odd spellings that the grammar allows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The forms of base64 that every interface reads: those of WHATWG's Infra standard, and the alphabet for URLs."""
 
-from __future__ import annotations
-
 import base64
 
 import pytest

@@ -1,7 +1,5 @@
 """http(s) addresses and open files as images: fetched here, with limits; a web server of ours answers."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Iterator

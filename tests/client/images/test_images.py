@@ -1,7 +1,5 @@
 """What is sent for each form of image, and what is refused."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

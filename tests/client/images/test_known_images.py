@@ -1,7 +1,5 @@
 """What the client remembers of stored images, its limits, and the header that selects a server."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

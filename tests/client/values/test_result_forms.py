@@ -1,7 +1,5 @@
 """Results in notebooks, as sequences, and in the forms of other tools."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

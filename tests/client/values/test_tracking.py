@@ -1,7 +1,5 @@
 """ObjectTracker and to_supervision(), in an environment of their own with the packages trackers and supervision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 An input is a JSON object with ``config``, ``tensors`` and ``metadata``, or else the bytes of the weight file.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

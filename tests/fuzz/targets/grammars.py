@@ -3,8 +3,6 @@
 An input is a JSON object as read_constraint takes it.
 """
 
-from __future__ import annotations
-
 import json
 
 from kestrel_engine.errors import InvalidRequest

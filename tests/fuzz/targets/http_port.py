@@ -3,8 +3,6 @@
 Every request must end in one answer whose status is not 500, with nothing in the log.
 """
 
-from __future__ import annotations
-
 import re
 
 from ..json_mutator import mutated

@@ -3,8 +3,6 @@
 Every call must end with a status that is neither UNKNOWN nor INTERNAL, with nothing in the log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """SVG paths, which the SDK reads from a server that it may not trust."""
 
-from __future__ import annotations
-
 from math import isfinite
 
 from kestrel_client.drawing.svg_path import polygons

@@ -1,7 +1,5 @@
 """The configuration file of ``serve``, and the file of tokens: the first line of an input names which."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile

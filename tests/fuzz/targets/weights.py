@@ -3,8 +3,6 @@
 An input is a JSON object with the contents of the files, or else the bytes of model.safetensors.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

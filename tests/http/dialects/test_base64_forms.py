@@ -1,7 +1,5 @@
 """Every dialect reads base64 as other programs write it."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

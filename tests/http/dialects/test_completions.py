@@ -1,7 +1,5 @@
 """OpenAI's /v1/completions over the fake runtime."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Connect protocol over the fake runtime: the same messages, statuses and details as by gRPC."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import struct

@@ -1,7 +1,5 @@
 """Boxes and points in chat completions: asked for by text and by JSON Schema, over the fake runtime."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

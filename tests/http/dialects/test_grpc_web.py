@@ -1,7 +1,5 @@
 """gRPC-Web over the fake runtime: the same messages and statuses as by gRPC, and what pages of other origins may do."""
 
-from __future__ import annotations
-
 import base64
 import struct
 from typing import Any

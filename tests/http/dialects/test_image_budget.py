@@ -1,7 +1,5 @@
 """Image budgets in the dialects: OpenAI's ``detail`` and ``max_crops``, settings of Moondream, options of Ollama."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Unknown fields: those that hold an image or choose a fine-tune are refused, others are logged once."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Moondream's REST interface over the fake runtime: the same answers as by gRPC, and clear errors."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

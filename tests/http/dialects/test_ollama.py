@@ -1,7 +1,5 @@
 """Ollama's interface over the fake runtime."""
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any

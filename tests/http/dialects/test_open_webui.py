@@ -1,8 +1,6 @@
 """Open WebUI's calls, as its source makes them (backend/open_webui/routers/openai.py and ollama.py), over the fake
 runtime. The program itself is a web application of hundreds of packages, so the calls are repeated here."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenAI's Responses over the fake runtime: each is what chat completions answer to the same conversation."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

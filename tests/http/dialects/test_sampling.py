@@ -1,7 +1,5 @@
 """Settings of sampling in all dialects: the forms of their values, and limits above the room for tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

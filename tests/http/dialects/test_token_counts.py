@@ -1,7 +1,5 @@
 """Counts of tokens in Anthropic's and OpenAI's shapes: what the same conversation then uses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.http.conftest import data_url

@@ -1,8 +1,6 @@
 """Unmodified clients of the Connect protocol against the bundled model: buf curl, connectrpc for Python, and connect-es
 in Node and in a browser, each in an environment of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """The unmodified packages of Moondream, OpenAI (Python and Node), Anthropic, Ollama, LangChain, LlamaIndex and
 EleutherAI's lm-evaluation-harness, each in an environment of its own, against the bundled model."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

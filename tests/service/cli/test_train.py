@@ -1,7 +1,5 @@
 """The command ``train`` on the bundled model: an adapter is taught, measured, published and served."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

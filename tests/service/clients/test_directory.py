@@ -1,7 +1,5 @@
 """The SDK follows a list of servers: they appear and vanish under load, and no call fails."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

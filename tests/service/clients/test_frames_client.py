@@ -1,7 +1,5 @@
 """Streams of frames in the SDK and on the command line."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools

@@ -1,8 +1,6 @@
 """The SDK against three server processes: calls about an image stay on one server, and missing images are sent
 again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,8 +1,6 @@
 """The TypeScript SDK: built, its own tests and the programs of its README run against live servers, packed, and in a
 browser. It is built in its folder, where npm keeps the packages, so that only the first run needs a registry."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

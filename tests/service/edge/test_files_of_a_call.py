@@ -1,7 +1,5 @@
 """How many files one must read to follow a call: those whose functions run between its arrival and the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One request for the next call serves all methods."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -4,8 +4,6 @@ The stubs that the client ships are generated without the rules, so that no pack
 are made from the files themselves. They have the same wire format, and protovalidate can evaluate their rules.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A model and the images of two servers in a bucket of a real server that speaks S3."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

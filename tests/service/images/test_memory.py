@@ -1,7 +1,5 @@
 """Callers that always send new images: once the caches are full, the memory in use stays the same."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import io

@@ -1,7 +1,5 @@
 """The hand-written encoder of load reports against the message that the package xds-protos defines."""
 
-from __future__ import annotations
-
 import zipfile
 
 import pytest

@@ -4,8 +4,6 @@ python collector.py: writes a line with its two ports, then one for each export:
 Ends when its standard input is closed.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import http.server

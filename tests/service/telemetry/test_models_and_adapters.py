@@ -1,7 +1,5 @@
 """Metrics and spans by model and by adapter, scraped from running servers."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

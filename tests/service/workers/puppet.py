@@ -1,8 +1,6 @@
 """The template of workers that serve nothing: python -m tests.service.workers.puppet HOW FD DEVICE. A worker says that
 it is ready, then does as HOW says once there is a file ``go`` in PUPPET_FOLDER, where each start is a line too."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

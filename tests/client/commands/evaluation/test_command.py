@@ -1,7 +1,5 @@
 """``kestrel-grpc eval`` with a real server: results, reports, interruptions, errors, and comparisons."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Each data set: its own layout as tiny files, the questions and truths of its rows, and the scores of answers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

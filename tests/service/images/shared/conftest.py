@@ -1,7 +1,5 @@
 """A real redis-server, or valkey-server, of the machine, on a free port."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import socket

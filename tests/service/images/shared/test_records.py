@@ -1,7 +1,5 @@
 """Values of the shared store: which of them the server accepts."""
 
-from __future__ import annotations
-
 import base64
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Two servers that share images in a real Redis: ids, owners, and a store that dies or hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """--shared-images: what may be set, and that no error shows a password."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_engine import ConfigError

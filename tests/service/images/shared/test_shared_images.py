@@ -1,7 +1,5 @@
 """SharedImages with a real Redis: limits, damage, hostile values. Breaker and FlightRoom by their rules."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

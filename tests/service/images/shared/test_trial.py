@@ -1,7 +1,5 @@
 """What ``doctor`` says of a store of shared images: real ones that work, refuse, hang or are not there."""
 
-from __future__ import annotations
-
 import base64
 import os
 import threading

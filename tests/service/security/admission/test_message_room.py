@@ -1,7 +1,5 @@
 """Memory for messages: reserved before they are read, in turns by caller, never all of it for one caller."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,8 +1,6 @@
 """Health, reflection and methods that don't exist: which callers are admitted, what is counted, and the limits of a
 caller."""
 
-from __future__ import annotations
-
 import logging
 
 import grpc

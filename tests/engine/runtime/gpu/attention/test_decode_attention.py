@@ -3,8 +3,6 @@
 FlashInfer itself needs a GPU (tests/gpu/test_attention_paths.py): a stand-in attends here.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
