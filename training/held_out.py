@@ -27,7 +27,8 @@ BARS = {
     "text read": 0.97, "text line": 0.97, "text here": 0.97, "text receipt total": 0.94, "charts value": 0.88,
     "charts label": 0.95, "webcharts value": 0.88, "icons name": 0.80, "icons detect": 0.90, "screens click": 0.93,
     "screens elements": 0.90, "shapes detect": 0.98, "shapes count": 0.97, "shapes segment": 0.92,
-    "shapes caption short": 0.96, "absent": 0.97, "off topic": 0.97,
+    "shapes caption short": 0.96, "absent": 0.97, "off topic": 0.97, "photo name": 0.88,
+    "photo outside": 0.90, "emoji name": 0.80,
 }  # fmt: skip
 SETS = {
     "scenes": ("shapes",), "text": ("text",), "charts": ("charts", "webcharts"), "icons": ("icons",),

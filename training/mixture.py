@@ -9,6 +9,8 @@ from dataclasses import replace
 from training.domains.charts.draw import draw as charts
 from training.domains.charts.draw import draw_archived as webcharts
 from training.domains.icons.draw import draw as icons
+from training.domains.photos.draw import draw as photos
+from training.domains.photos.draw import draw_emoji as emoji
 from training.domains.picture import Domain, Picture
 from training.domains.screens.draw import draw as screens
 from training.domains.shapes.draw import draw as shapes
@@ -17,8 +19,8 @@ from training.kestrel_small import num_crops
 
 # Share of the pictures.
 DOMAINS: dict[str, tuple[Domain, float]] = {
-    "shapes": (shapes, 0.20), "text": (text, 0.16), "charts": (charts, 0.35), "icons": (icons, 0.05),
-    "screens": (screens, 0.09), "webcharts": (webcharts, 0.15),
+    "shapes": (shapes, 0.17), "text": (text, 0.13), "charts": (charts, 0.29), "icons": (icons, 0.04),
+    "screens": (screens, 0.07), "webcharts": (webcharts, 0.12), "photos": (photos, 0.13), "emoji": (emoji, 0.05),
 }  # fmt: skip
 # Kinds of requests that miss their bars weigh more than 1, and those that have met them less: by this, a request comes
 # among those that fit into a row, and its loss counts, by 0.5 to 2.

@@ -1,10 +1,12 @@
 """Make the data files of kestrel-small's renderers from npm packages and a word list; nothing of them is committed.
 
     npm install $(python -m training.sources packages)          # in an empty folder
-    python -m training.sources make NODE_MODULES WORDS OUT       # needs fonttools and pyvips
+    python -m training.sources make NODE_MODULES WORDS OUT CLONES    # needs fonttools and pyvips
 
-OUT holds fonts.zip (latin subsets as TrueType), icons.npz (alpha masks) and words.txt. WORDS is Debian's
-/usr/share/dict/american-english-small (wamerican-small). training/README.md lists the licences.
+CLONES is the folder of the repositories with photographs (training/README.md); without it, no photographs are packed.
+OUT holds fonts.zip (latin subsets as TrueType), icons.npz (alpha masks), words.txt, photos.zip and emojis.zip; held/
+has the last two for the figures. WORDS is Debian's /usr/share/dict/american-english-small (wamerican-small).
+training/README.md lists the licences.
 """
 
 from __future__ import annotations
@@ -47,10 +49,10 @@ def families() -> dict[str, list[str]]:
     return found
 
 
-def icon_names() -> dict[str, list[str]]:
+def icon_names(file: Path = DOMAINS / "icons" / "names.txt") -> dict[str, list[str]]:
     """The spoken name of every icon, and the names that sets use for it."""
     found = {}
-    for line in (DOMAINS / "icons" / "names.txt").read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             name, _, others = line.partition(":")
             found[name] = others.split() or [name.replace(" ", "-")]
@@ -89,8 +91,8 @@ def make_fonts(modules: Path, out: Path) -> None:
                         archive.writestr(f"{use}/{name}-{style}.ttf", data)
 
 
-def _drawings(modules: Path, name: str) -> Iterator[tuple[str, str]]:
-    """(plain name, SVG) of every icon of a set."""
+def drawings(modules: Path, name: str, side: int = ICON_SIDE) -> Iterator[tuple[str, str]]:
+    """(name, SVG of this many pixels a side) of every icon of a set."""
     data = json.loads((modules / "@iconify-json" / name / "icons.json").read_text(encoding="utf-8"))
     width, height = data.get("width", 16), data.get("height", 16)
     icons = dict(data["icons"])
@@ -98,14 +100,11 @@ def _drawings(modules: Path, name: str) -> Iterator[tuple[str, str]]:
         if set(target) <= {"parent"} and target["parent"] in icons:
             icons[alias] = icons[target["parent"]]
     for key, icon in icons.items():
-        plain = key
-        while (shorter := _VARIANT.sub("", plain)) != plain:
-            plain = shorter
         w, h = icon.get("width", width), icon.get("height", height)
         yield (
-            plain,
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{ICON_SIDE}" height="{ICON_SIDE}" '
-            f'viewBox="0 0 {w} {h}" color="black">{icon["body"]}</svg>',
+            key,
+            f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="{side}" '
+            f'height="{side}" viewBox="0 0 {w} {h}" color="black">{icon["body"]}</svg>',
         )
 
 
@@ -119,7 +118,9 @@ def make_icons(modules: Path, out: Path, most: int = 4) -> None:
     for number, each in enumerate(ICON_SETS):
         count: dict[str, int] = {}
         seen = set()
-        for plain, svg in _drawings(modules, each):
+        for plain, svg in drawings(modules, each):
+            while (shorter := _VARIANT.sub("", plain)) != plain:
+                plain = shorter
             name = of.get(plain)
             if name is None or count.get(name, 0) >= most or svg in seen:
                 continue
@@ -145,12 +146,17 @@ def make_words(source: Path, out: Path) -> None:
 
 
 def main() -> None:
+    from training.domains.photos import pack
+
     if sys.argv[1:] == ["packages"]:
         fonts = [f"@fontsource/{name}" for names in families().values() for name in names]
-        print(*fonts, *(f"@iconify-json/{name}" for name in ICON_SETS))
+        print(*fonts, *(f"@iconify-json/{name}" for name in (*ICON_SETS, *pack.SETS)))
         return
-    modules, words, out = map(Path, sys.argv[2:5])
-    out.mkdir(parents=True, exist_ok=True)
+    modules, words, out, *clones = map(Path, sys.argv[2:])
+    (out / "held").mkdir(parents=True, exist_ok=True)
+    if clones:
+        pack.make_photos(clones[0], out)
+    pack.make_emoji(modules, out)
     make_fonts(modules, out / "fonts.zip")
     make_icons(modules, out / "icons.npz")
     make_words(words, out / "words.txt")

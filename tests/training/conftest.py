@@ -1,5 +1,6 @@
 """Fixtures of the training tests: one torch thread, the bundled files, evaluation images as the engine sees them."""
 
+import io
 import os
 import zipfile
 from collections.abc import Iterator
@@ -34,6 +35,25 @@ def writer() -> PromptWriter:
     return PromptWriter.of(BUNDLED)
 
 
+def _photographs(folder: Path) -> None:
+    """Archives with one coloured square for each name: the listed ones, and others."""
+    (folder / "held").mkdir()
+    outside = {"photo": ("Papaya/0", "Red-Beet/0"), "emoji": ("noto/dango", "noto/abacus")}
+    listed = {"photo": ("Banana/0", "Kaiser/0", "Arla-Standard-Milk/0", "Hoodie/0", "ace/0"),
+              "emoji": ("noto/cat", "noto/babychick", "noto/pizza", "noto/rocket", "noto/robot")}  # fmt: skip
+    for noun, names in listed.items():
+        for number, path in enumerate((f"{noun}s.zip", f"held/{noun}s.zip")):
+            with zipfile.ZipFile(folder / path, "w") as archive:
+                for shade, name in enumerate((*names, outside[noun][number])):
+                    square = Image.new(
+                        "RGBA", (40, 30), (40 * shade, 255 - 40 * shade, 90 * number, 255)
+                    )
+                    ImageDraw.Draw(square).ellipse((5, 5, 25, 25), fill=(200, 30, 40 * shade, 255))
+                    out = io.BytesIO()
+                    square.save(out, "WEBP", lossless=True)
+                    archive.writestr(f"{name}.webp", out.getvalue())
+
+
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small data folder in place of that of training/sources.py: Pillow's own font, drawn icons, a few words."""
@@ -54,6 +74,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     letters = "abcdefghijklmnopqrst"
     words = [letters[i : i + n] for n in range(3, 8) for i in range(13)]
     (folder / "words.txt").write_text("\n".join(words), encoding="utf-8")
+    _photographs(folder)
     before = os.environ.get("KESTREL_SOURCES")
     os.environ["KESTREL_SOURCES"] = str(folder)
     yield folder

@@ -25,7 +25,7 @@ from training.domains.text.page import Page
 from training.mixture import draw_picture
 from training.scenes.scenes import draw_scene
 
-OWN = ("shapes", "text", "charts", "icons")  # drawn without a browser's archive
+OWN = ("shapes", "text", "charts", "icons", "photos", "emoji")  # drawn without a browser's archive
 
 
 @pytest.fixture(params=OWN)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
 from training.camera import compress, turn
+from training.domains.photos.names import labels as photographed
 from training.domains.picture import Picture
 from training.kestrel_small import CONFIG
 from training.mixture import (
@@ -42,11 +43,13 @@ SLOTS = PLACES[0] * PLACES[1]
 CHARACTERS = [chr(c) for c in range(32, 127)]
 CHARACTER_IDS = {c: i for i, c in enumerate(CHARACTERS)}  # 0, the space's id: nothing
 ROLES = "button|link|input|select|checkbox|radio|icon|heading|cell|menu item".split("|")
-# New classes go to the end, so that a checkpoint's helper head keeps its rows.
 CLASSES = (
     *SHAPES, *icon_names(), "text", "bar", "grouped bar", "line", "pie", "scatter", *(f"screen {r}" for r in ROLES)
 )  # fmt: skip
-LABELS = {name: i + 1 for i, name in enumerate(dict.fromkeys(CLASSES))}
+LATER = (
+    photographed()
+)  # classes whose rows of the helper head come last, after those of earlier checkpoints
+LABELS = {name: i + 1 for i, name in enumerate(dict.fromkeys((*CLASSES, *LATER)))}
 COLOUR_IDS = {name: i + 1 for i, name in enumerate(COLOURS)}
 NO_COLOUR = -1
 NOTHING = -1.0

@@ -13,6 +13,7 @@ from training.learning.batches import (
     CHARACTERS,
     COLOUR_IDS,
     LABELS,
+    LATER,
     NO_COLOUR,
     NOTHING,
     SLOTS,
@@ -40,8 +41,8 @@ class PageHelper(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.parts = (SLOTS * len(CHARACTERS), len(LABELS) + 1, len(COLOUR_IDS) + 1, 4,
-                      2 * SLOTS * len(CHARACTERS))  # fmt: skip
+        self.parts = (SLOTS * len(CHARACTERS), len(LABELS) - len(LATER) + 1, len(COLOUR_IDS) + 1, 4,
+                      2 * SLOTS * len(CHARACTERS), len(LATER))  # fmt: skip
         self.out = nn.Linear(dim, sum(self.parts))
 
     @torch.no_grad()
@@ -54,7 +55,8 @@ class PageHelper(nn.Module):
 
     def forward(self, image: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """image [B, patches, dim] -> the losses of characters and of objects."""
-        text, label, colour, box, more = self.out(image).split(self.parts, -1)
+        text, label, colour, box, more, later = self.out(image).split(self.parts, -1)
+        label = torch.cat((label, later), -1)
         empty = EMPTY * batch.complete
         characters = image.new_zeros((), dtype=torch.float32)
         read = torch.cat((text, more), -1)

@@ -69,9 +69,9 @@ def _paste(rng: random.Random, page: Page, drawing: Pixels, place: Square, ink: 
     return x + left, y + top, x + right, y + bottom
 
 
-def _layout(rng: random.Random, width: int, height: int) -> list[Square]:
-    """Squares that don't overlap."""
-    least = min(_SMALLEST / view_scale(width, height), 0.4 * min(width, height))
+def layout(rng: random.Random, width: int, height: int, smallest: float) -> list[Square]:
+    """Squares that don't overlap, and are at least ``smallest`` pixels of the model's view a side."""
+    least = min(smallest / view_scale(width, height), 0.4 * min(width, height))
     u = rng.random()
     if u < 0.2:
         side = rng.uniform(max(least, 0.2 * min(width, height)), 0.9 * min(width, height))
@@ -171,7 +171,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     rows, masks = _icons(held)
     image, ground = draw_ground(rng, width, height, plain=0.8)
     page = Page(image)
-    places = _layout(rng, width, height)
+    places = layout(rng, width, height, _SMALLEST)
     pool = rng.sample(sorted(rows), min(len(rows), rng.choice((2, 4, 12, 30))))
     one_ink = ink_for(rng, ground, 80) if rng.random() < 0.6 else None
     tile = rng.random() < 0.15
