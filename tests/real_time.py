@@ -20,6 +20,7 @@ WHY = {
     "forking/": "a process is polled, and kills come at random instants",
     "gpu/test_principals_cuda.py": "a flood begins before the measured calls",
     "http/test_fetching.py": "a web server that is too slow",
+    "service/batches/test_service.py": "gRPC's own deadline, beside a runtime that waits",
     "service/clients/test_sdk_admin.py": "nobody listens: the client gives up by itself",
     "service/edge/test_endings.py": "gRPC's own deadline, beside a runtime that never answers",
     "service/images/test_bucket.py": "S3 tells the time of an object in whole seconds",

@@ -40,6 +40,7 @@ SOURCES = (
     "kestrel/v1/vision_service.proto",
     "kestrel/v1/image_service.proto",
     "kestrel/v1/model_service.proto",
+    "kestrel/v1/batch_service.proto",
     "kestrel/v1/admin_service.proto",
     "kestrel/client/internal/wire.proto",
     "inference/grpc_service.proto",

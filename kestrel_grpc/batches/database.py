@@ -21,6 +21,7 @@ CREATE TABLE IF NOT EXISTS requests (
     batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB, line BLOB, succeeded INTEGER,
     PRIMARY KEY (batch_id, number)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS waiting ON requests (batch_id, number) WHERE line IS NULL;
+DELETE FROM requests WHERE batch_id NOT IN (SELECT id FROM batches);  -- They were arriving when the process ended.
 """
 
 

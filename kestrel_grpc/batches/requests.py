@@ -6,8 +6,9 @@ from typing import Any
 
 import orjson
 
-MOST_REQUESTS = 50_000
-_MOST_ERRORS, _LONGEST_ID = 20, 512
+from .store import LONGEST_ID, MOST_REQUESTS
+
+_MOST_ERRORS = 20
 _MOST_VALUES = 20_000
 """Limit on the commas and opening brackets in a line, as of a body by HTTP."""
 
@@ -59,8 +60,8 @@ def _request(line: bytes, endpoint: str) -> tuple[str, bytes]:
     if not isinstance(values, dict):
         raise ValueError("the line must be a JSON object")
     name = values.get("custom_id")
-    if not isinstance(name, str) or not 1 <= len(name) <= _LONGEST_ID:
-        raise ValueError(f"custom_id: must be a text of 1 to {_LONGEST_ID} characters")
+    if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_ID:
+        raise ValueError(f"custom_id: must be a text of 1 to {LONGEST_ID} characters")
     if values.get("method") != "POST" or values.get("url") != endpoint:
         raise ValueError(f"method and url: must be POST and {endpoint}, as the batch's endpoint")
     if not isinstance(values.get("body"), dict):

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import NamedTuple
-
-import orjson
+from typing import Any
 
 from kestrel_engine import clock
 
+from .answering import Answer, BatchCalls, Form
 from .store import BatchStore, Waiting
 
 logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 60.0
 _RETRY_S = 1.0
-_LOOK_S = 5.0
-
-
-class Answer(NamedTuple):
-    """``status``: of HTTP; None if the server is busy or starts, and the request waits on. ``body``: JSON."""
-
-    status: int | None
-    request_id: str
-    body: bytes
+"""A caller whose request the server refused, because it is busy, waits so long."""
+_LOOK_S = 1.0
 
 
 class BatchRunner:
@@ -35,10 +28,14 @@ class BatchRunner:
 
     def __init__(self, store: BatchStore, at_once: int) -> None:
         self.store, self._at_once = store, at_once
-        self.answer: Callable[[Waiting], Awaitable[Answer]] | None = None
-        """Gives the answer to a request. The HTTP port sets it."""
+        self.forms: dict[str, Form] = {}
+        """Of the requests that this server answers, by endpoint: other requests wait."""
+        self.calls: BatchCalls | None = None
+        """Answers the requests. The server sets it before ``run``."""
         self._running: dict[asyncio.Task[None], str] = {}
         """The tasks, with the batches of their requests."""
+        self._paused: dict[str, float] = {}
+        """The callers who wait, and until when."""
         self._wake = asyncio.Event()
         self._is_closed = False
 
@@ -64,6 +61,7 @@ class BatchRunner:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        self.store.leave()
 
     async def run(self) -> None:
         """Answers until it is cancelled. What is then being answered is answered after the next start."""
@@ -75,10 +73,7 @@ class BatchRunner:
                     if clock.now() >= expires_at:
                         await self.store.expire()
                         expires_at = clock.now() + EXPIRE_EVERY_S
-                    for request in await self.store.claim(self._at_once - len(self._running)):
-                        task = asyncio.create_task(self._serve(request))
-                        self._running[task] = request.batch_id
-                        task.add_done_callback(self._done)
+                    await self._begin()
                 except sqlite3.Error as error:  # The disk may be full.
                     logger.error("batches wait: %s", error)
                 with suppress(TimeoutError):
@@ -86,35 +81,47 @@ class BatchRunner:
         finally:
             await self._stop()
 
+    async def _begin(self) -> None:
+        """Begins to answer as many requests as it may."""
+        assert self.calls is not None, "the server has set it"
+        now = clock.now()
+        self._paused = {owner: until for owner, until in self._paused.items() if until > now}
+        most = self._at_once - len(self._running)
+        for request in await self.store.claim(most, self.forms, self._paused):
+            answer = self.calls.answer(request, self.forms[request.endpoint])
+            task = asyncio.create_task(self._serve(request, answer))
+            self._running[task] = request.batch_id
+            task.add_done_callback(self._done)
+
     def _done(self, task: asyncio.Task[None]) -> None:
         del self._running[task]
         self._wake.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a request of a batch has no answer: %s", error, exc_info=error)
 
-    async def _serve(self, request: Waiting) -> None:
+    def _pause(self, request: Waiting) -> None:
+        self._paused[request.owner.name] = clock.now() + _RETRY_S
+
+    async def _serve(self, request: Waiting, answering: Coroutine[Any, Any, Answer]) -> None:
         try:
-            assert self.answer is not None, "the port has opened"
-            while (answer := await self.answer(request)).status is None:
-                await asyncio.sleep(_RETRY_S)
-            response = {
-                "status_code": answer.status,
-                "request_id": answer.request_id,
-                "body": orjson.Fragment(answer.body),
-            }
-            line = {
+            try:
+                answer = await answering
+            except Exception:
+                self._pause(request)
+                raise
+            if answer.succeeded is None:
+                return self._pause(request)
+            names = {
                 "id": f"{request.batch_id}_{request.number}",
                 "custom_id": request.custom_id,
-                "response": response,
-                "error": None,
             }
-            stored = orjson.dumps(line)
+            parts = (b', "response": ', answer.response, b', "error": ', answer.error, b"}")
+            line = b"".join((json.dumps(names).encode()[:-1], *parts))
             while True:
                 try:
-                    return await self.store.answer(request, stored, answer.status == 200)
+                    return await self.store.answer(request, line, answer.succeeded)
                 except sqlite3.Error as error:  # The disk may be full.
                     logger.error("the answer to a request of a batch waits: %s", error)
                 await asyncio.sleep(_RETRY_S)
-        except asyncio.CancelledError:
+        finally:
             await self.store.give_back(request)
-            raise

@@ -12,9 +12,9 @@ import json
 import re
 import sqlite3
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,10 +24,11 @@ from ..edge.failures.errors import StoredNotFound
 from ..security.identity.principal import Principal, Scope
 from ..settings.batches import BatchesConfig
 from .database import open_database
-from .requests import read_requests
 
 MOST_OPEN, MOST_FILES = 16, 1000
 """Of a caller's batches that have not ended; of a caller's files."""
+MOST_REQUESTS, LONGEST_ID = 50_000, 512
+"""Of a batch's requests; of the characters of a request's name."""
 WINDOW_S = 24 * 3600
 """A batch that has not ended by then expires."""
 _SHARE = 4
@@ -56,9 +57,31 @@ class NewBatch:
     """What a caller asks for."""
 
     endpoint: str
-    input_file_id: str
-    completion_window: str
-    metadata: dict[str, str]
+    input_file_id: str = ""
+    completion_window: str = "24h"
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Arriving:
+    """A batch whose requests arrive. ``drop`` or ``start_batch`` ends it."""
+
+    owner: Principal
+    batch_id: str = field(default_factory=lambda: f"batch_{uuid.uuid4().hex}")
+    bytes: int = 0
+    total: int = 0
+
+
+class Result(NamedTuple):
+    """The answer to a request: its place, its caller's name for it, and its line."""
+
+    number: int
+    custom_id: str
+    line: bytes
+
+
+ReadRequests = Callable[[bytes, str], tuple[list[tuple[str, bytes]], list[dict[str, Any]]]]
+"""From a file and an endpoint to the ids and bodies of requests, and what is wrong with the lines."""
 
 
 class BatchStore:
@@ -74,7 +97,17 @@ class BatchStore:
             self._thread.shutdown()
             raise ConfigError("batches", config.path, f"cannot be used: {error}") from None
         self._claimed: set[tuple[str, int]] = set()
-        """The requests that are being answered. Used by the thread alone."""
+        """The requests that are being answered. Used by the thread alone, as the next."""
+        self._arriving: dict[str, Arriving] = {}
+        self.changed = asyncio.Event()
+        """Set at the next change, when another takes its place."""
+        self.is_left = False
+        """Whether nobody answers requests any more."""
+
+    def leave(self) -> None:
+        """Nobody answers requests any more."""
+        self.is_left = True
+        self.changed.set()
 
     async def close(self) -> None:
         await self._run(self._db.close)
@@ -91,7 +124,11 @@ class BatchStore:
                 self._db.execute("BEGIN IMMEDIATE")
                 return work()
 
-        return await self._run(change)
+        changed = await self._run(change)
+        self.changed.set()
+        if not self.is_left:
+            self.changed = asyncio.Event()
+        return changed
 
     # Files
 
@@ -142,7 +179,9 @@ class BatchStore:
 
     # Batches
 
-    async def add_batch(self, owner: Principal, asked: NewBatch) -> dict[str, Any]:
+    async def add_batch(
+        self, owner: Principal, asked: NewBatch, read: ReadRequests
+    ) -> dict[str, Any]:
         """A batch whose file is invalid has failed. Raises StoredNotFound, EngineOverloaded."""
 
         def add() -> dict[str, Any]:
@@ -150,32 +189,58 @@ class BatchStore:
             if file["batch_id"] is not None:
                 raise InvalidRequest("input_file_id", "is an output; upload the requests as a file")
             self._check_share(owner.name, file["bytes"])
-            query = "SELECT count(*) FROM batches WHERE owner = ? AND ended_at IS NULL"
-            open_ = self._one(query, owner.name)[0]
-            if open_ >= MOST_OPEN:
-                raise _full(owner.name, "open batches", open_, MOST_OPEN)
+            self._check_open(owner)
             query = "SELECT content FROM files WHERE id = ?"
             content: bytes = self._one(query, file["id"])[0]
-            requests, errors = read_requests(content, asked.endpoint)
-            now, batch_id = int(clock.wall()), f"batch_{uuid.uuid4().hex}"
-            self._db.execute(
-                "INSERT INTO batches VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0,NULL,NULL)",
-                (
-                    *(batch_id, owner.name, _caller(owner), "failed" if errors else "in_progress"),
-                    *(asked.endpoint, asked.input_file_id, asked.completion_window),
-                    *(json.dumps(asked.metadata), json.dumps(errors) if errors else None),
-                    *(now, now if errors else None, now + WINDOW_S, self._kept_until(now)),
-                    *((0, 0) if errors else (file["bytes"], len(requests))),
-                ),
-            )
+            requests, errors = read(content, asked.endpoint)
+            batch = Arriving(owner, bytes=file["bytes"], total=len(requests))
+            self._insert_batch(batch, asked, errors)
             if not errors:
-                self._db.executemany(
-                    "INSERT INTO requests VALUES (?, ?, ?, ?, NULL, NULL)",
-                    ((batch_id, number, *each) for number, each in enumerate(requests)),
-                )
-            return self._batch(batch_id)
+                self._insert_requests(batch.batch_id, 0, requests)
+            return self._batch(batch.batch_id)
 
         return await self._change(add)
+
+    async def add_requests(self, batch: Arriving, requests: Sequence[tuple[str, bytes]]) -> None:
+        """The next requests of a batch: their ids and bodies. Raises EngineOverloaded."""
+
+        def add() -> None:
+            more = sum(len(body) for _, body in requests)
+            self._check_share(batch.owner.name, more)
+            self._check_open(batch.owner)
+            self._insert_requests(batch.batch_id, batch.total, requests)
+            batch.bytes, batch.total = batch.bytes + more, batch.total + len(requests)
+            self._arriving[batch.batch_id] = batch
+
+        await self._change(add)
+
+    async def start_batch(self, batch: Arriving, asked: NewBatch) -> dict[str, Any]:
+        """The batch, whose requests are there. Raises InvalidRequest, EngineOverloaded."""
+
+        def start() -> dict[str, Any]:
+            query = (
+                "SELECT custom_id FROM requests WHERE batch_id = ? GROUP BY 1 HAVING count(*) > 1"
+            )
+            if (twice := self._one(query, batch.batch_id)) is not None:
+                raise InvalidRequest("request.custom_id", f"{twice[0]!r} stands twice")
+            self._check_open(batch.owner)
+            self._insert_batch(batch, asked, [])
+            self._arriving.pop(batch.batch_id, None)
+            return self._batch(batch.batch_id)
+
+        return await self._change(start)
+
+    async def drop(self, batch: Arriving) -> None:
+        """Deletes the requests of a batch that was not started. Idempotent."""
+
+        def drop() -> None:
+            self._arriving.pop(batch.batch_id, None)
+            self._db.execute(
+                "DELETE FROM requests WHERE batch_id = ?1 AND NOT EXISTS (SELECT 1 FROM batches WHERE id = ?1)",
+                (batch.batch_id,),
+            )
+
+        await self._change(drop)
 
     async def batches(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
         """Newest first. ``after``: the id of the last batch that the caller knows; "" for the first ones."""
@@ -183,7 +248,9 @@ class BatchStore:
         def found() -> list[dict[str, Any]]:
             ids = "SELECT id FROM batches WHERE owner = ? ORDER BY created_at DESC, id"
             known = [row[0] for row in self._db.execute(ids, (owner.name,))]
-            begin = known.index(after) + 1 if after in known else 0
+            if after and after not in known:
+                raise StoredNotFound("after", f"you have no batch {after[:100]!r}")
+            begin = known.index(after) + 1 if after else 0
             return [self._batch(each) for each in known[begin : begin + limit]]
 
         return await self._run(found)
@@ -202,14 +269,55 @@ class BatchStore:
 
         return await self._change(cancel)
 
+    async def delete_batch(self, owner: Principal, batch_id: str) -> None:
+        """Deletes a batch and its results. Raises StoredNotFound."""
+
+        def delete() -> None:
+            self._owned("batches", owner, batch_id)
+            self._delete_batch(batch_id)
+
+        await self._change(delete)
+
+    async def results(
+        self, owner: Principal, batch_id: str, at: int
+    ) -> tuple[dict[str, Any], list[Result]]:
+        """The batch, and some of its answers from number ``at`` on, up to the first one that is not there yet. Raises
+        StoredNotFound."""
+
+        def results() -> tuple[dict[str, Any], list[Result]]:
+            batch = self._batch(self._owned("batches", owner, batch_id)["id"])
+            found: list[Result] = []
+            query = (
+                "SELECT number, custom_id, line FROM requests WHERE batch_id = ? AND number >= ? "
+                "ORDER BY number"
+            )
+            num_bytes = 0
+            for row in self._db.execute(query, (batch_id, at)):
+                if row["line"] is None or num_bytes > _PAGE_BYTES:
+                    break
+                found.append(Result(*row))
+                num_bytes += len(row["line"])
+            return batch, found
+
+        return await self._run(results)
+
     # Answering
 
-    async def claim(self, most: int) -> list[Waiting]:
-        """Up to ``most`` requests to answer next, callers in turn, the oldest batch of each first."""
+    async def claim(
+        self, most: int, endpoints: Collection[str], paused: Collection[str] = ()
+    ) -> list[Waiting]:
+        """Up to ``most`` requests to ``endpoints`` to answer next, callers in turn, the oldest batch of each first.
+        ``paused``: callers without a turn."""
+        if most <= 0:
+            return []
+        owners = (
+            "SELECT DISTINCT owner FROM batches WHERE ended_at IS NULL "
+            f"AND owner NOT IN ({_places(paused)})"
+        )
 
         def claim() -> list[Waiting]:
-            owners = "SELECT DISTINCT owner FROM batches WHERE ended_at IS NULL"
-            lists = [self._waiting(row[0], most) for row in self._db.execute(owners).fetchall()]
+            names = [row[0] for row in self._db.execute(owners, (*paused,)).fetchall()]
+            lists = [self._waiting(name, most, endpoints) for name in names]
             turns = chain.from_iterable(zip_longest(*lists))
             found = [each for each in turns if each is not None][:most]
             self._claimed.update(each[:2] for each in found)
@@ -236,15 +344,10 @@ class BatchStore:
                 self._end(key[0], "completed")
 
         await self._change(answer)
-        await self.give_back(request)
 
     async def give_back(self, request: Waiting) -> None:
         """Another ``claim`` may have the request."""
         await self._run(lambda: self._claimed.discard(request[:2]))
-
-    async def is_open(self, batch_id: str) -> bool:
-        query = "SELECT 1 FROM batches WHERE id = ? AND ended_at IS NULL"
-        return await self._run(lambda: self._one(query, batch_id) is not None)
 
     async def expire(self) -> None:
         """Ends the batches whose time is over, and deletes what is kept no longer."""
@@ -256,9 +359,7 @@ class BatchStore:
                 self._end(batch_id, "expired")
             old = "SELECT id FROM batches WHERE ended_at IS NOT NULL AND kept_until <= ?"
             for (batch_id,) in self._db.execute(old, (now,)).fetchall():
-                self._db.execute("DELETE FROM requests WHERE batch_id = ?", (batch_id,))
-                self._db.execute("DELETE FROM files WHERE batch_id = ?", (batch_id,))
-                self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+                self._delete_batch(batch_id)
             self._db.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
 
         await self._change(expire)
@@ -281,6 +382,40 @@ class BatchStore:
             )
         return row
 
+    def _check_open(self, owner: Principal) -> None:
+        """Raises EngineOverloaded if the caller has too many batches that have not ended."""
+        query = "SELECT count(*) FROM batches WHERE owner = ? AND ended_at IS NULL"
+        open_ = self._one(query, owner.name)[0]
+        if open_ >= MOST_OPEN:
+            raise _full(owner.name, "open batches", open_, MOST_OPEN)
+
+    def _insert_batch(self, batch: Arriving, asked: NewBatch, errors: list[dict[str, Any]]) -> None:
+        now, owner = int(clock.wall()), batch.owner
+        self._db.execute(
+            "INSERT INTO batches VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0,NULL,NULL)",
+            (
+                *(batch.batch_id, owner.name, _caller(owner)),
+                "failed" if errors else "in_progress",
+                *(asked.endpoint, asked.input_file_id, asked.completion_window),
+                *(json.dumps(asked.metadata), json.dumps(errors) if errors else None),
+                *(now, now if errors else None, now + WINDOW_S, self._kept_until(now)),
+                *((0, 0) if errors else (batch.bytes, batch.total)),
+            ),
+        )
+
+    def _insert_requests(
+        self, batch_id: str, first: int, requests: Sequence[tuple[str, bytes]]
+    ) -> None:
+        self._db.executemany(
+            "INSERT INTO requests VALUES (?, ?, ?, ?, NULL, NULL)",
+            ((batch_id, number, *each) for number, each in enumerate(requests, first)),
+        )
+
+    def _delete_batch(self, batch_id: str) -> None:
+        self._db.execute("DELETE FROM requests WHERE batch_id = ?", (batch_id,))
+        self._db.execute("DELETE FROM files WHERE batch_id = ?", (batch_id,))
+        self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+
     def _kept_until(self, now: float) -> int:
         return int(now + self._config.days * _DAY_S)
 
@@ -289,11 +424,13 @@ class BatchStore:
         query = (
             "SELECT (SELECT total(bytes) FROM files {0}) + (SELECT total(bytes) FROM batches {0})"
         )
+        arriving = self._arriving.values()
         own = self._one(query.format("WHERE owner = ?1"), owner)[0]
+        own += sum(each.bytes for each in arriving if each.owner.name == owner)
         most = self._config.max_bytes
         if own + more > most // _SHARE:
             raise _full(owner, "bytes of files and batches", int(own) + more, most // _SHARE)
-        if self._one(query.format(""))[0] + more > most:
+        if self._one(query.format(""))[0] + sum(each.bytes for each in arriving) + more > most:
             raise EngineOverloaded(
                 "the store of batches is full; try again later", retry_after_s=60
             )
@@ -328,13 +465,13 @@ class BatchStore:
         ).fetchall()
         return b"".join(row["line"] + b"\n" for row in rows), rows[-1]["number"] + 1 if rows else at
 
-    def _waiting(self, owner: str, most: int) -> list[Waiting]:
+    def _waiting(self, owner: str, most: int, endpoints: Collection[str]) -> list[Waiting]:
         """Up to ``most`` requests of a caller that nobody answers yet."""
         found: list[Waiting] = []
         batches = self._db.execute(
             "SELECT id, endpoint, caller FROM batches WHERE owner = ? AND ended_at IS NULL "
-            "ORDER BY created_at, id",
-            (owner,),
+            f"AND endpoint IN ({_places(endpoints)}) ORDER BY created_at, id",
+            (owner, *endpoints),
         ).fetchall()
         for batch in batches:
             caller = Principal(owner, frozenset({Scope.INFER}), **json.loads(batch["caller"]))
@@ -386,6 +523,10 @@ class BatchStore:
 def _caller(owner: Principal) -> str:
     """What limits a caller, beside its name, as JSON."""
     return json.dumps({name: getattr(owner, name) for name in _LIMITS})
+
+
+def _places(values: Collection[str]) -> str:
+    return ",".join("?" * len(values))
 
 
 def _full(owner: str, what: str, held: int, share: int) -> EngineOverloaded:

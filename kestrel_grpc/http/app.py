@@ -85,7 +85,10 @@ def application(
 ) -> Any:
     """The ASGI application. ``origins``: of the pages whose programs may read the responses; "*" stands for all.
     ``runner``: None if the server takes no batches."""
-    vision, _, models, inference, served = services
+    vision, models, inference, served = (
+        *(services.vision, services.models, services.inference),
+        services.served,
+    )
     largest = guard.messages.largest
     dialects: list[Mapping[tuple[str, str], Endpoint]] = [
         moondream.endpoints(vision, lambda: served.names),
@@ -100,7 +103,7 @@ def application(
     ]
     if runner is not None:
         known = {key: each for dialect in dialects for key, each in dialect.items()}
-        runner.answer = batches.BatchRequests(edge, known).answer
+        runner.forms |= batches.forms_of(known)
         dialects.append(batches.endpoints(runner))
     paths: dict[str, list[tuple[str, Endpoint]]] = defaultdict(list)
     for dialect in dialects:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2, vision_service_pb2
+from kestrel_client._pb.kestrel.v1 import (
+    batch_service_pb2,
+    image_service_pb2,
+    model_service_pb2,
+    vision_service_pb2,
+)
 
+from ..batches.service import BatchService
 from ..kserve.service import InferenceService
 from ..served_model import ServedModels
 from ..services.image import ImageService
@@ -19,6 +25,7 @@ class HttpServices(NamedTuple):
     images: ImageService
     models: ModelService
     inference: InferenceService
+    batches: BatchService
     served: ServedModels
 
     def methods(self) -> Iterator[tuple[str, Any, Any]]:
@@ -27,6 +34,7 @@ class HttpServices(NamedTuple):
             (vision_service_pb2, self.vision),
             (image_service_pb2, self.images),
             (model_service_pb2, self.models),
+            (batch_service_pb2, self.batches),
         ):
             (described,) = file.DESCRIPTOR.services_by_name.values()
             for method in described.methods:

@@ -16,6 +16,7 @@ from kestrel_client._pb.inference.grpc_service_pb2_grpc import (
     add_GRPCInferenceServiceServicer_to_server,
 )
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import add_AdminServiceServicer_to_server
+from kestrel_client._pb.kestrel.v1.batch_service_pb2_grpc import add_BatchServiceServicer_to_server
 from kestrel_client._pb.kestrel.v1.image_service_pb2_grpc import add_ImageServiceServicer_to_server
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import add_ModelServiceServicer_to_server
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import (
@@ -139,6 +140,7 @@ def add_services(
     add_GRPCInferenceServiceServicer_to_server(both.inference, server)
     add_ImageServiceServicer_to_server(both.images, server)
     add_ModelServiceServicer_to_server(both.models, server)
+    add_BatchServiceServicer_to_server(both.batches, server)
     add_AdminServiceServicer_to_server(admin, server)
     health_pb2_grpc.add_HealthServicer_to_server(own_health, server)
     if load_reports is not None:

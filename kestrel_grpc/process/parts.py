@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kestrel_engine import RuntimeConfig
 
 from ..batches.running import BatchRunner
+from ..batches.service import ENDPOINT, BatchService, TypedRequests
 from ..batches.store import BatchStore
 from ..edge.call_life import InFlight
 from ..http.services import HttpServices
@@ -22,6 +23,7 @@ from ..security.budget_file import BudgetFile
 from ..served_model import ServedModel, ServedModels
 from ..service_names import (
     ADMIN_SERVICE,
+    BATCH_SERVICE,
     IMAGE_SERVICE,
     KSERVE_SERVICE,
     MODEL_SERVICE,
@@ -72,7 +74,7 @@ class ServerParts:
             served,
             lambda: files.is_crowded,
             following=(VISION_SERVICE, IMAGE_SERVICE, KSERVE_SERVICE),
-            others=(MODEL_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
+            others=(MODEL_SERVICE, BATCH_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME),
         )
         self.batches: BatchRunner | None = None
         """None if the server takes no batches."""
@@ -94,6 +96,8 @@ class ServerParts:
     def _services(self, images: RequestImages) -> HttpServices:
         config, served = self._config, self.served
         vision = VisionService(served, images, config.max_message_bytes)
+        if self.batches is not None:
+            self.batches.forms[ENDPOINT] = TypedRequests(vision)
         return HttpServices(
             vision,
             ImageService(served, images, self.uploads, config.upload_idle_s),
@@ -104,5 +108,6 @@ class ServerParts:
                 image_store_bytes=config.image_store_bytes,
             ),
             InferenceService(served, vision, self.records.statistics),
+            BatchService(self.batches),
             served,
         )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, clock
 
+from ..batches.answering import BatchCalls
 from ..edge.call_life import CallLife
 from ..edge.methods import Methods
 from ..edge.request_streams import StreamKind
@@ -147,8 +148,11 @@ class KestrelServer(ServerParts):
         watchers = self.records.watchers(telemetry)
         services = self._services(RequestImages(self.images, shared))
         reports = self.records.load_reports if config.orca else None
+        life = CallLife(self.guard, self.guard.connections, self.in_flight, watchers)
+        if self.batches is not None:
+            self.batches.calls = BatchCalls(life)
         methods = Methods(
-            CallLife(self.guard, self.guard.connections, self.in_flight, watchers),
+            life,
             None if reports is None else reports.trailer,
             {
                 f"{KSERVE_METHODS}ModelStreamInfer": StreamKind(kserve.refuse),

@@ -16,8 +16,8 @@ class BatchesConfig:
 
     path: str | None = BATCHES.setting(
         None,
-        "SQLite file in which the server keeps files and batches of callers (/v1/files, /v1/batches); needs "
-        "--http-listen and one server process",
+        "SQLite file in which the server keeps batches of callers (BatchService, /v1/batches) and their files; needs "
+        "one server process",
         flag="--batches",
         metavar="FILE",
         shown="none: the server takes no batches",

@@ -155,8 +155,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         batches = self.batches.path
-        if batches is not None and not (self.http.http_listen and self.workers.count == 1):
-            raise ConfigError("batches", batches, "needs --http-listen, and one server process")
+        if batches is not None and self.workers.count != 1:
+            raise ConfigError("batches", batches, "needs one server process")
         if self.shared_images.url is not None and self.image_store_bytes == 0:
             raise ConfigError(
                 "image_store_bytes",

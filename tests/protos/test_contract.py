@@ -19,6 +19,7 @@ from kestrel_client._pb.inference import grpc_service_pb2
 from kestrel_client._pb.kestrel.client.internal import wire_pb2
 from kestrel_client._pb.kestrel.v1 import (
     admin_service_pb2,
+    batch_service_pb2,
     common_pb2,
     image_service_pb2,
     model_service_pb2,
@@ -33,6 +34,7 @@ FILES = [
         vision_service_pb2,
         image_service_pb2,
         model_service_pb2,
+        batch_service_pb2,
         admin_service_pb2,
     )
 ]
@@ -69,7 +71,7 @@ def test_the_baseline_holds_the_whole_contract() -> None:
     assert built.returncode == 0, built.stderr.decode()
     baseline = gzip.decompress((REPOSITORY / "protos/baseline.binpb.gz").read_bytes())
     guarded = set(symbols(baseline))
-    assert len([name for name in guarded if name.endswith("Service")]) == 4
+    assert len([name for name in guarded if name.endswith("Service")]) == 5
     assert set(symbols(built.stdout)) - guarded == set()
 
 
@@ -160,6 +162,7 @@ def test_reflection_shows_clean_names_and_no_foreign_files() -> None:
         "kestrel/v1/vision_service.proto",
         "kestrel/v1/image_service.proto",
         "kestrel/v1/model_service.proto",
+        "kestrel/v1/batch_service.proto",
         "kestrel/v1/admin_service.proto",
     ]
     for file in FILES:

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig, clock
+from kestrel_grpc.batches.service import BatchService
 from kestrel_grpc.edge.call_life import CallLife, CallWatchers, InFlight
 from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.http.app import application
@@ -91,6 +92,7 @@ class Service:
                     served, load, max_message_bytes=_MESSAGE_BYTES, image_store_bytes=2**20
                 ),
                 InferenceService(served, vision, statistics),
+                BatchService(None),
                 served,
             ),
             self.guard,

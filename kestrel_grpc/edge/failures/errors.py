@@ -71,6 +71,10 @@ class StoredNotFound(engine.RequestError):
     """This caller has no file or batch with the id."""
 
 
+class BatchesNotTaken(engine.KestrelError):
+    """The server is configured to take no batches."""
+
+
 class ImagesFull(engine.EngineOverloaded):
     """The image is larger than the owner's share, and the other owners use their shares."""
 

@@ -31,6 +31,7 @@ from ...security.identity.principal import (
 )
 from .errors import (
     AuditUnavailable,
+    BatchesNotTaken,
     CaptureError,
     ImageNotFound,
     ImagesFull,
@@ -90,6 +91,7 @@ TABLE: dict[type[Exception], _Row] = {
     SkillNotFound: _Row(_Code.NOT_FOUND, "SKILL_NOT_FOUND"),
     ImageNotFound: _Row(_Code.NOT_FOUND, "IMAGE_NOT_FOUND"),
     StoredNotFound: _Row(_Code.NOT_FOUND, "STORED_NOT_FOUND"),
+    BatchesNotTaken: _Row(_Code.FAILED_PRECONDITION, "BATCHES_NOT_TAKEN"),
     ImagesNotKept: _Row(_Code.FAILED_PRECONDITION, "IMAGES_NOT_KEPT"),
     engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),

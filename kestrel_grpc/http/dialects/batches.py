@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from email.message import Message
 from typing import Any
 from urllib.parse import parse_qs
@@ -13,20 +11,19 @@ import orjson
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.wrappers_pb2 import BytesValue
 
-from kestrel_client._pb.kestrel.v1 import common_pb2
-from kestrel_engine import EngineClosed, EngineOverloaded, InvalidRequest
+from kestrel_engine import InvalidRequest
 
-from ...batches.running import Answer, BatchRunner
-from ...batches.store import NewBatch, Waiting
+from ...batches.answering import Answer, Work
+from ...batches.requests import read_requests
+from ...batches.running import BatchRunner
+from ...batches.store import NewBatch
 from ...edge.calls.call import Call, Context
 from ...edge.calls.current import current
-from ...edge.failures.errors import ModelNotReady, UnsupportedBody
-from ...security.admission.admission import MessageTooLarge
-from ...security.admission.message_room import Hold
+from ...edge.failures.errors import UnsupportedBody
 from ...security.identity.principal import Principal
 from ..body import BODY_COPIES
-from ..context import HttpContext, Scope
-from ..edge import INLINE_BYTES, Endpoint, HttpEdge, ServiceCall
+from ..context import Scope
+from ..edge import Endpoint, ServiceCall
 from ..fields import Fields, json_fields
 from ..forms import JSON, JsonForm
 from ..known_fields import KnownFields
@@ -80,7 +77,7 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
         asked = _new_batch(fields)
 
         async def behaviour(message: Any, context: Context) -> Any:
-            made = await store.add_batch(current.get().principal, asked)
+            made = await store.add_batch(current.get().principal, asked, read_requests)
             runner.wake()
             return _batch(made)
 
@@ -227,65 +224,42 @@ def _parameters(value: bytes, name: str) -> dict[str, str]:
     return {key: str(text) for key, text in pairs}
 
 
-class BatchRequests:
-    """Answers requests of batches. ``known``: the endpoints of the port."""
+class _Lines:
+    """The requests of batches to a path of the port, and their answers: a Form."""
 
-    def __init__(self, edge: HttpEdge, known: Mapping[tuple[str, str], Endpoint]) -> None:
-        self._life, self._endpoints = edge.life, {path: known["POST", path] for path in ENDPOINTS}
+    copies, caps_max_tokens = BODY_COPIES, True
 
-    async def answer(self, request: Waiting) -> Answer:
-        endpoint = self._endpoints[request.endpoint]
-        context: Any = HttpContext({"client": None, "headers": ()})
-        call = self._life.begin(endpoint.method, context, caps_max_tokens=True)
-        owner = request.owner
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
 
-        @contextlib.contextmanager
-        def enter(call: Call) -> Iterator[Hold]:
-            call.principal = owner
-            with contextlib.closing(self._life.guard.hold(owner, call.peer)) as hold:
-                yield hold
+    def method(self, body: bytes) -> str:
+        return self._endpoint.method
 
-        exchange = _Exchange(endpoint, request.body)
-        request_id = call.request_id
-        await self._life.run(call, exchange, enter)
-        return Answer(exchange.status, request_id, exchange.body)
-
-
-class _Exchange:
-    """One request of a batch: the transport of its call."""
-
-    def __init__(self, endpoint: Endpoint, given: bytes) -> None:
-        self._endpoint, self._given = endpoint, given
-        self._service_call: ServiceCall | None = None
-        self.status: int | None = None
-        self.body = b""
-
-    async def read(self, call: Call, hold: Hold) -> Any:
-        given, read = self._given, self._endpoint.read
-        await hold.reserve(BODY_COPIES * len(given))
-        hold.arrived(len(given))
-        if len(given) > INLINE_BYTES:
-            service_call = await asyncio.to_thread(lambda: read(json_fields(given)))
-        else:
-            service_call = read(json_fields(given))
-        self._service_call = service_call
+    def read(self, body: bytes) -> Work:
+        service_call = self._endpoint.read(json_fields(body))
         if service_call.events is not None:
             raise InvalidRequest("stream", "must be false in a batch")
-        message = service_call.message
-        for each in message if isinstance(message, list) else [message]:
-            each.options.priority = common_pb2.PRIORITY_LOW
-        return message
 
-    async def answer(self, call: Call, request: Any) -> None:
-        assert self._service_call is not None, "read() comes first"
-        response = await self._service_call.behaviour(request, call.context)
-        self.status, self.body = 200, orjson.dumps(self._service_call.answer(response))
+        async def respond(context: Context) -> bytes:
+            response = await service_call.behaviour(service_call.message, context)
+            return orjson.dumps(service_call.answer(response))
 
-    async def refuse(self, call: Call, error: Exception) -> None:
-        is_busy = isinstance(error, (EngineOverloaded, EngineClosed, ModelNotReady))
-        if is_busy and not isinstance(error, MessageTooLarge):
-            return  # The request waits on.
-        service_call = self._service_call
-        rename = (lambda path: path) if service_call is None else service_call.rename
+        return Work(service_call.message, respond, service_call.rename)
+
+    def answered(self, body: bytes, call: Call) -> Answer:
+        return Answer(True, _response(200, call, body))
+
+    def refused(self, error: Exception, call: Call, work: Work | None) -> Answer:
+        rename = (lambda path: path) if work is None else work.form
         response = self._endpoint.form.error_response(error, call, rename)
-        self.status, self.body = response.status, response.whole.data
+        return Answer(False, _response(response.status, call, response.whole.data))
+
+
+def forms_of(known: Mapping[tuple[str, str], Endpoint]) -> dict[str, _Lines]:
+    """By endpoint. ``known``: the endpoints of the port."""
+    return {path: _Lines(known["POST", path]) for path in ENDPOINTS}
+
+
+def _response(status: int, call: Call, body: bytes) -> bytes:
+    values = {"status_code": status, "request_id": call.request_id, "body": orjson.Fragment(body)}
+    return orjson.dumps(values)

@@ -20,7 +20,7 @@ class Scope(enum.StrEnum):
     """A permission of a token."""
 
     INFER = "infer"
-    """VisionService, ImageService, ModelService."""
+    """VisionService, ImageService, ModelService, BatchService."""
     HIGH = "high"
     """PRIORITY_HIGH."""
     METRICS = "metrics"

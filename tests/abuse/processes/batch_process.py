@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any, cast
 
-from kestrel_grpc.batches.running import Answer, BatchRunner
+from kestrel_grpc.batches.answering import Answer, Form
+from kestrel_grpc.batches.running import BatchRunner
 from kestrel_grpc.batches.store import BatchStore, Waiting
 from kestrel_grpc.settings.batches import BatchesConfig
 
 
-async def answer(request: Waiting) -> Answer:
-    await asyncio.sleep(0)
-    print(request.number, flush=True)
-    return Answer(200, f"id-{request.number}", request.body)
+class Calls:
+    async def answer(self, request: Waiting, form: Form) -> Answer:
+        await asyncio.sleep(0)
+        print(request.number, flush=True)
+        return Answer(True, b'{"request_id": "id-%d", "body": %s}' % (request.number, request.body))
 
 
 async def main(path: str) -> None:
     runner = BatchRunner(BatchStore(BatchesConfig(path=path)), 3)
-    runner.answer = answer
+    runner.calls, runner.forms["/v1/responses"] = cast(Any, Calls()), cast(Any, None)
     await runner.run()
 
 

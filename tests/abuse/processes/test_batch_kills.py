@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kestrel_grpc.batches.requests import read_requests
 from kestrel_grpc.batches.store import BatchStore, NewBatch
 from kestrel_grpc.security.identity.principal import Principal
 from kestrel_grpc.settings.batches import BatchesConfig
@@ -49,12 +50,14 @@ async def test_each_request_is_answered_once(tmp_path, kills):
     ]
     store = BatchStore(config)
     file = await store.add_file(OWNER, "a", "\n".join(map(json.dumps, rows)).encode())
-    batch = await store.add_batch(OWNER, NewBatch("/v1/responses", file["id"], "24h", {}))
+    batch = await store.add_batch(OWNER, NewBatch("/v1/responses", file["id"]), read_requests)
     await store.close()
     for _ in range(kills):
         killed_after(path, chance.randint(4, 9))
     store = BatchStore(config)
-    while waiting := await store.claim(100):  # What the killed ones have not answered.
+    while waiting := await store.claim(
+        100, ["/v1/responses"]
+    ):  # What the killed ones have not answered.
         for each in waiting:
             await store.answer(each, json.dumps({"custom_id": each.custom_id}).encode(), True)
     [ended] = await store.batches(OWNER, "", 5)

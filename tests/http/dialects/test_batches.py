@@ -185,27 +185,27 @@ async def test_callers_have_shares_and_see_their_own(tmp_path, monkeypatch):
             await lost
     with pytest.raises(EngineOverloaded, match="bytes of files and batches"):
         await store.add_file(one, "b", b"x" * (1 << 18))
-    asked = NewBatch(CHAT, file["id"], "24h", {})
+    asked = NewBatch(CHAT, file["id"])
     others = await store.add_file(other, "a", lines_of(question("c")))
-    await store.add_batch(one, asked)
-    await store.add_batch(other, NewBatch(CHAT, others["id"], "24h", {}))
-    claimed = await store.claim(2)
+    await store.add_batch(one, asked, read_requests)
+    await store.add_batch(other, NewBatch(CHAT, others["id"]), read_requests)
+    claimed = await store.claim(2, [CHAT])
     assert {each.owner.name for each in claimed} == {"one", "other"}, "callers in turn"
     assert {(each.owner.weight, each.owner.minute_tokens) for each in claimed} == {
         (2.0, 500),
         (1.0, None),
     }
-    assert [each.number for each in await store.claim(5)] == [1], "each once"
+    assert [each.number for each in await store.claim(5, [CHAT])] == [1], "each once"
     monkeypatch.setattr(batch_store, "MOST_OPEN", 1)
     with pytest.raises(EngineOverloaded, match="open batches"):
-        await store.add_batch(one, asked)
+        await store.add_batch(one, asked, read_requests)
     # A day later, the batches have expired; after the days of the setting, all is gone.
     now = batch_store.clock.wall()
     monkeypatch.setattr(batch_store.clock, "wall", lambda: now + batch_store.WINDOW_S)
     await store.expire()
     [batch] = await store.batches(one, "", 5)
     assert batch["status"] == "expired" and batch["failed"] == 2
-    assert await store.claim(5) == []
+    assert await store.claim(5, [CHAT]) == []
     monkeypatch.setattr(batch_store.clock, "wall", lambda: now + 32 * 86_400)
     await store.expire()
     assert await store.batches(one, "", 5) == await store.files(one) == []

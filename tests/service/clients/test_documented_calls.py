@@ -13,6 +13,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2
 from kestrel_grpc.service_names import SERVICES
+from kestrel_grpc.settings.batches import BatchesConfig
 from kestrel_grpc.settings.http import HttpConfig
 from tests.code_blocks import PAGES, ROOT, code_blocks
 from tests.service.conftest import raw_image
@@ -41,13 +42,16 @@ async def shell(script, folder):
 
 def test_the_pages_have_such_lines():
     pages = {block.page for block in BLOCKS}
-    uses = ("clients", "http", "requests", "tokens")
+    uses = ("batches", "clients", "http", "requests", "tokens")
     assert pages == {"README.md", *(f"docs/use/{name}.md" for name in uses)}
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 async def test_the_lines_run_as_written(serve, tmp_path, block):
-    served = await serve(server_config={"http": HttpConfig(http_listen=("127.0.0.1:0",))})
+    batches = BatchesConfig(path=str(tmp_path / "batches.db"))
+    served = await serve(
+        server_config={"http": HttpConfig(http_listen=("127.0.0.1:0",)), "batches": batches}
+    )
     shutil.copy(ROOT / "clients/python/kestrel_client/commands/demo.jpg", tmp_path / "picture.jpg")
     shutil.copy(ROOT / "kestrel_grpc/services/kestrel.v1.binpb", tmp_path)
     stored = await served.images.PutImage(image_service_pb2.PutImageRequest(image=raw_image()))

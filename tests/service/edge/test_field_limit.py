@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kestrel_client._pb.inference import grpc_service_pb2 as kserve
 from kestrel_client._pb.kestrel.v1 import (
     admin_service_pb2,
+    batch_service_pb2,
     common_pb2,
     image_service_pb2,
     model_service_pb2,
@@ -24,6 +25,7 @@ from kestrel_engine import InvalidRequest
 from kestrel_grpc.edge.messages import incoming
 from kestrel_grpc.edge.messages.incoming import MOST_FIELDS, check_fields
 from kestrel_grpc.security.admission.admission import MessageTooLarge
+from kestrel_grpc.settings.batches import BatchesConfig
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.service.statuses import failure
 
@@ -136,7 +138,7 @@ async def test_a_server_refuses_such_a_message(serve, method):
 
 
 SERVICES = (
-    vision_service_pb2, image_service_pb2, model_service_pb2, admin_service_pb2, kserve, health_pb2,
+    vision_service_pb2, image_service_pb2, model_service_pb2, batch_service_pb2, admin_service_pb2, kserve, health_pb2,
     reflection_pb2,
 )  # fmt: skip
 METHODS = [
@@ -148,10 +150,13 @@ METHODS = [
 ]
 
 
-async def test_every_method_counts(serve):
+async def test_every_method_counts(serve, tmp_path):
     """Of a method whose decoder has no type, the fields would not be counted."""
     served = await serve(
-        server_config={"security": SecurityConfig(api_key="the-key-of-an-administrator")}
+        server_config={
+            "security": SecurityConfig(api_key="the-key-of-an-administrator"),
+            "batches": BatchesConfig(path=str(tmp_path / "batches.db")),
+        }
     )
     metadata = (("authorization", "Bearer the-key-of-an-administrator"),)
     many = b"\xf8\x7f\x00" * (MOST_FIELDS + 1)

@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from google.rpc import status_pb2
 
 from kestrel_client._pb.kestrel.v1 import (
     admin_service_pb2,
+    batch_service_pb2,
     common_pb2,
     image_service_pb2,
     model_service_pb2,
@@ -29,6 +31,7 @@ from kestrel_client._pb.kestrel.v1 import (
 )
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine.types.step import RuntimeLimits
+from kestrel_grpc.settings.batches import BatchesConfig
 from kestrel_grpc.settings.security import SecurityConfig
 from tests.engine.fakes import fake_model
 from tests.fake_runtime import FakeRuntime
@@ -54,6 +57,7 @@ STRICTER = [
         r"(image|images\[\d+\])\.raw\.data: has \d+ bytes; \d+x\d+ pixels",
         r"^info\.sha256: is not the hash",
         r"^(info\.size_bytes|chunk): .* bytes",
+        r"^info\.total_requests: .* requests arrived",
         r"^module: no module of this name",
         # What a constraint says. One of four fields.
         r"constraint\.(regex|grammar|json_schema): (?!has|must)",
@@ -104,9 +108,13 @@ def rules() -> Rules:
 
 
 @pytest.fixture
-async def served(serve: Serve) -> Served:
+async def served(serve: Serve, tmp_path: Path) -> Served:
     runtime = FakeRuntime(LIMITS, lambda fed: EOS)
-    return await serve(runtime, server_config={"security": SecurityConfig(api_key=KEY)})
+    config = {
+        "security": SecurityConfig(api_key=KEY),
+        "batches": BatchesConfig(path=str(tmp_path / "batches.db")),
+    }
+    return await serve(runtime, server_config=config)
 
 
 def raw() -> common_pb2.Image:
@@ -187,6 +195,9 @@ CONFIG = pb.FramesConfig(
 )
 OPENING = pb.StreamFramesRequest(config=CONFIG)
 FRAME = pb.StreamFramesRequest(frame=pb.Frame(frame_id=7, image=raw()))
+BATCHED = batch_service_pb2.CreateBatchRequest(
+    request={"custom_id": "mine", "detect": {"image": raw(), "detect": {"objects": ["cup"]}}}
+)
 VALID: dict[str, list[Message]] = {
     "VisionService/Query": [
         pb.QueryRequest(images=[raw()], query=QUERY, options=OPTIONS),
@@ -246,6 +257,16 @@ VALID: dict[str, list[Message]] = {
     "ModelService/ListModels": [model_service_pb2.ListModelsRequest(page_size=2)],
     "ModelService/GetModel": [model_service_pb2.GetModelRequest(model="fake")],
     "ModelService/ListAdapters": [model_service_pb2.ListAdaptersRequest(model="fake", page_size=2)],
+    "BatchService/CreateBatch": [
+        batch_service_pb2.CreateBatchRequest(info={"total_requests": 1}), BATCHED,
+    ],
+    "BatchService/GetBatch": [batch_service_pb2.GetBatchRequest(batch_id="batch_0")],
+    "BatchService/ListBatches": [batch_service_pb2.ListBatchesRequest(page_size=2)],
+    "BatchService/CancelBatch": [batch_service_pb2.CancelBatchRequest(batch_id="batch_0")],
+    "BatchService/DeleteBatch": [batch_service_pb2.DeleteBatchRequest(batch_id="batch_0")],
+    "BatchService/StreamBatchResults": [
+        batch_service_pb2.StreamBatchResultsRequest(batch_id="batch_0", start_index=0)
+    ],
     "AdminService/CancelRequest": [admin_service_pb2.CancelRequestRequest(request_id="mine")],
     "AdminService/SetLogLevel": [
         admin_service_pb2.SetLogLevelRequest(
@@ -264,7 +285,10 @@ VALID: dict[str, list[Message]] = {
 }  # fmt: skip
 """Requests that no rule refuses, with all fields that have rules. Of a stream of frames, the first messages."""
 
-FILES = (vision_service_pb2, image_service_pb2, model_service_pb2, admin_service_pb2)
+FILES = (
+    *(vision_service_pb2, image_service_pb2, model_service_pb2),
+    *(batch_service_pb2, admin_service_pb2),
+)
 METHODS = {
     f"{service.name}/{method.name}": method
     for file in FILES
@@ -297,6 +321,14 @@ async def ask(served: Served, method: str, data: bytes) -> Refusal:
         if descriptor.client_streaming:
             [sent] = await served.send(method, stream_of(method, data), metadata=METADATA)
             answer = read_answer(sent)
+            if method == "BatchService/CreateBatch":  # The results tell what the method refuses.
+                results, first = batch_service_pb2.StreamBatchResultsRequest, answer.batch.batch_id
+                sent, *_ = await served.send(
+                    "BatchService/StreamBatchResults",
+                    [results(batch_id=first)],
+                    metadata=METADATA,
+                )
+                answer = batch_service_pb2.StreamBatchResultsResponse.FromString(sent)
         elif descriptor.server_streaming:
             stream = served.channel.unary_stream(path, response_deserializer=read_answer)
             *_, last = [event async for event in stream(data, metadata=METADATA)]
@@ -313,8 +345,10 @@ async def ask(served: Served, method: str, data: bytes) -> Refusal:
     refused = [
         each for each in statuses(answer) if each.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     ]
+    inside = "request.detect." if method == "BatchService/CreateBatch" else ""
     return Refusal(
-        [field for each in refused for field in fields_of(each)], [each.message for each in refused]
+        [inside + field for each in refused for field in fields_of(each)],
+        [each.message for each in refused],
     )
 
 
@@ -322,6 +356,9 @@ def stream_of(method: str, data: bytes) -> list[bytes]:
     """The messages of a stream of requests, of which ``data`` is one."""
     if method.endswith("UploadImage"):
         return [data, image_service_pb2.UploadImageRequest(chunk=FILE).SerializeToString()]
+    if method.endswith("CreateBatch"):
+        has_info = batch_service_pb2.CreateBatchRequest.FromString(data).HasField("info")
+        return [data, BATCHED.SerializeToString()] if has_info else [data]
     if pb.StreamFramesRequest.FromString(data).HasField("frame"):
         return [OPENING.SerializeToString(), data]
     return [data, FRAME.SerializeToString()]

@@ -20,7 +20,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from kestrel_client._pb.kestrel.v1 import model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_grpc.service_names import ADMIN_SERVICE, IMAGE_SERVICE, MODEL_SERVICE, VISION_SERVICE
+from kestrel_grpc.service_names import (
+    ADMIN_SERVICE,
+    BATCH_SERVICE,
+    IMAGE_SERVICE,
+    MODEL_SERVICE,
+    VISION_SERVICE,
+)
 from kestrel_grpc.settings.addresses import AddressError
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, NO_END, EndlessRuntime, HeldRuntime, raw_image
@@ -127,6 +133,7 @@ async def test_reflection_describes_the_services(serve, version):
         VISION_SERVICE,
         IMAGE_SERVICE,
         MODEL_SERVICE,
+        BATCH_SERVICE,
         ADMIN_SERVICE,
         "inference.GRPCInferenceService",
         "grpc.channelz.v1.Channelz",
