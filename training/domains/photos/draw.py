@@ -29,9 +29,7 @@ _ALONE = (
 _HERE = "What is this?|What is here?|What does this show?|Name this.|Which thing is this?|What {noun} is this?"
 _KIND = "Which kind of {n} is this?|What kind of {n} is it?|What type of {n} is this?"
 _SOME = "How many {n} {noun}s are there?|How many {noun}s show {n}?|Count the {n} {noun}s."
-_EVERY = (
-    "How many {noun}s are there?|How many {noun}s do you see?|Count the {noun}s.|Number of {noun}s?"
-)
+_EVERY = "How many {noun}s are there?|How many {noun}s do you see?|Count the {noun}s."
 _THERE = "Do you see {n}?|Is there {n}?|Is {n} in the {{picture}}?|Can you see {n} here?|Is there {n} here?"
 _WHICH = "Which of these do you see: {list}?|Which of these are in the {picture}: {list}?|Which are there: {list}?"
 
@@ -45,7 +43,9 @@ class _Thing:
     box: Box
 
 
-Files = dict[str, list[tuple[str, bytes]]]  # kind and WebP by name
+Files = dict[
+    str, list[tuple[str, bytes]]
+]  # kind and WebP by name; "?" comes before what is outside the list
 
 
 @cache
@@ -55,11 +55,10 @@ def _files(noun: str, held: bool) -> Files:
     with zipfile.ZipFile(sources() / ("held" if held else ".") / f"{noun}s.zip") as archive:
         for entry in archive.namelist():
             folder, _, file = entry.removesuffix(".webp").partition("/")
+            name, kind = spoken.get(file, f"?{file}"), ""
             if noun == "photo":
                 said = photographs()[0][folder]
-                name, kind = said.text, said.kind
-            else:
-                name, kind = spoken.get(file, ""), ""
+                name, kind = said.text or f"?{folder}", said.kind
             found.setdefault(name, []).append((kind, archive.read(entry)))
     return found
 
@@ -100,9 +99,7 @@ def _photo(rng: random.Random, ground: Image.Image, data: bytes, place: Square, 
         corner = min(size) * (0.5 if u < 0.06 else rng.uniform(0.05, 0.2))
         ImageDraw.Draw(shape).rounded_rectangle((0, 0, size[0] - 1, size[1] - 1), corner, 255)
     elif u < 0.45:
-        image = ImageOps.expand(
-            image.crop((3, 3, size[0] - 3, size[1] - 3)), 3, hsv(rng, (0, 0.3), (0, 1))
-        )
+        ImageDraw.Draw(image).rectangle((0, 0, *size), outline=hsv(rng, (0, 0.3), (0, 1)), width=3)
     left, top = round(x), round(y)
     ground.paste(image, (left, top), shape)
     return left, top, left + size[0], top + size[1]
@@ -113,9 +110,7 @@ def _emoji(rng: random.Random, ground: Image.Image, data: bytes, place: Square, 
     image = Image.open(io.BytesIO(data)).convert("RGBA")
     if not held and rng.random() < 0.2:
         image = image.rotate(rng.uniform(-15, 15), Image.Resampling.BICUBIC)
-    image = image.resize(
-        (side, side), rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS))
-    )
+    image = image.resize((side, side), Image.Resampling.BICUBIC)
     ground.paste(image, (x, y), image)
     ink = image.getchannel("A").point(lambda v: 255 if v > 60 else 0).getbbox()
     left, top, right, bottom = ink or (0, 0, side, side)
@@ -155,17 +150,15 @@ def _this(rng: random.Random, things: Sequence[_Thing], noun: str) -> list[Ask]:
 
 def _seek(rng: random.Random, things: Sequence[_Thing], noun: str, skill: str, width: int) -> Ask:
     listed = [thing.name for thing in things if thing.name]
-    name = (
-        rng.choice(listed) if listed and rng.random() < 0.85 else _missing(rng, things, noun, True)
-    )
+    there = bool(listed) and rng.random() < 0.85
+    name = rng.choice(listed) if there else _missing(rng, things, noun, True)
     boxes = [thing.box for thing in things if thing.name == name]
     words = _words(rng, name)
     said = rng.choice(("{n}", "{n}", "the {n}", "{n} " + noun)).format(n=words)
     if rng.random() < 0.06:
         said, boxes = rng.choice((noun, noun + "s", f"all {noun}s")), [t.box for t in things]
-    return find(
-        skill, f"{noun} {skill}" if boxes else "absent", said, in_order(boxes, width, centre)
-    )
+    kind = f"{noun} {skill}" if boxes else "absent"
+    return find(skill, kind, said, in_order(boxes, width, centre))
 
 
 def _presence(rng: random.Random, things: Sequence[_Thing], noun: str) -> list[Ask]:
@@ -193,11 +186,7 @@ def _caption(things: Sequence[_Thing], noun: str, width: int) -> list[Ask]:
     names = [thing.name for thing in in_order(things, width, lambda thing: centre(thing.box))]
     if not all(names) or len(names) > 5:
         return []
-    text = (
-        f"{noun.capitalize()}: {names[0]}."
-        if len(names) == 1
-        else f"{noun.capitalize()}s: {', '.join(names)}."
-    )
+    text = f"{noun.capitalize()}{'s' * (len(names) > 1)}: {', '.join(names)}."
     return [Ask("caption", f"{noun} caption", "short", text)]
 
 
@@ -206,12 +195,14 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
     put = _photo if noun == "photo" else _emoji
     ground, _ = draw_ground(rng, width, height, plain=0.6)
     places = layout(rng, width, height, _SMALLEST[noun] * rng.uniform(1, 2))[:12]
-    names = sorted(filter(None, files))
+    names, others = (
+        [n for n in sorted(files) if n.startswith("?") == out] for out in (False, True)
+    )
     pool = rng.sample(names, min(len(names), rng.choice((2, 4, 8, 20))))
     fills = noun == "photo" and rng.random() < 0.3 and max(width, height) < 1.6 * min(width, height)
     things = []
     for place in places[:1] if fills else places:
-        name = "" if "" in files and rng.random() < OUTSIDE else rng.choice(pool)
+        name = rng.choice(others if rng.random() < OUTSIDE else pool)
         kind, data = rng.choice(files[name])
         if fills:
             image = Image.open(io.BytesIO(data)).convert("RGB") if held else _look(rng, data)
@@ -219,12 +210,8 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
             box: Box = (0, 0, width, height)
         else:
             box = put(rng, ground, data, place, held)
-        things.append(_Thing(name, kind, box))
-    asks = [
-        *_this(rng, things, noun),
-        *_presence(rng, things, noun),
-        *_caption(things, noun, width),
-    ]
+        things.append(_Thing("" if name in others else name, kind, box))
+    asks = _this(rng, things, noun) + _presence(rng, things, noun) + _caption(things, noun, width)
     asks += [_seek(rng, things, noun, skill, width) for skill in ("detect", "point")]
     if not fills:
         asks.append(_amounts(rng, things, noun))

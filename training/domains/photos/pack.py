@@ -40,7 +40,7 @@ Found = tuple[str, bool, Path, Edges | None]  # folder, held, file, box
 
 
 def _groceries(clone: Path) -> Iterator[Found]:
-    """The shops of "test" are held out; those of "val" come first, since they are yet others."""
+    """The shops of "test" are held out."""
     for use in ("val", "train", "test"):
         for path in sorted((clone / "dataset" / use).glob("**/*.jpg")):
             yield path.parent.name, use == "test", path, None
@@ -75,14 +75,17 @@ def _spread(found: Sequence[Found], most: int) -> list[Found]:
 
 def _small(path: Path, box: Edges | None) -> bytes | None:
     try:
-        image = (
-            Image.open(path).convert("RGB").crop(box) if box else Image.open(path).convert("RGB")
-        )
+        image = Image.open(path).convert("RGB")
     except OSError:
         return None
+    image = image.crop(box or (0, 0, *image.size))
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    return _webp(image, 38)
+
+
+def _webp(image: Image.Image, quality: int) -> bytes:
     out = io.BytesIO()
-    image.save(out, "WEBP", quality=38)
+    image.save(out, "WEBP", quality=quality)
     return out.getvalue()
 
 
@@ -147,6 +150,4 @@ def _rasterise(svg: str) -> bytes | None:
     picture = pyvips.Image.svgload_buffer(svg.encode())
     if (picture.width, picture.height) != (EMOJI_SIDE, EMOJI_SIDE):
         return None
-    out = io.BytesIO()
-    Image.fromarray(picture.numpy()).save(out, "WEBP", quality=60)
-    return out.getvalue()
+    return _webp(Image.fromarray(picture.numpy()), 60)
