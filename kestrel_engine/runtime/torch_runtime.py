@@ -47,6 +47,7 @@ from .protocol import StepHandle
 from .reading import PendingReading, fetch
 from .refinement import Refinement, arrays_of, results_of
 from .sampler import DrawnToken, sample
+from .thread_choice import ThreadChoice
 
 SMALL_PASS = 12_000_000
 """The largest number of multiply-adds of a layer's qkv projection for which a pass runs on one CPU thread.
@@ -114,6 +115,8 @@ class TorchRuntime:
         self.images: dict[str, Tensor] = {}
         self._sampled: dict[int, StepToken] = {}
         """The token that each sequence sampled last. A row that is launched before this token is read refers to it."""
+        self._choices: dict[int, ThreadChoice] = {}
+        """By the number of rows of a decode pass."""
         self._lost = LostWork()
         self._device_thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-device")
         self._pending: deque[PendingStep] = deque()
@@ -280,7 +283,7 @@ class TorchRuntime:
             return {}, set(), ()
         rows = [self._resolved(row) for row in rows]
         tokens: dict[int, StepToken] = {}
-        with self._threads(sum(num_positions(known(row)) for row in rows)):
+        with self._threads(rows):
             batch = self.batch(rows)
             hidden = self._hidden(batch)
             finite = torch.isfinite(hidden).all(dim=-1).tolist()
@@ -296,18 +299,28 @@ class TorchRuntime:
         return tokens, bad, batch.shared_groups
 
     @contextmanager
-    def _threads(self, count: int) -> Iterator[None]:
-        """Limits torch to one thread if a pass over ``count`` positions is small and runs on a CPU."""
+    def _threads(self, rows: Sequence[Row]) -> Iterator[None]:
+        """Limits torch to one thread for a small pass on a CPU, and for decode in half types where that is faster."""
         threads = torch.get_num_threads()
-        small = count * 3 * self._config.text.dim**2 <= SMALL_PASS
-        if threads == 1 or self.model.device.type != "cpu" or not small:
+        if threads == 1 or self.model.device.type != "cpu":
             yield
             return
-        torch.set_num_threads(1)
+        count, choice = sum(num_positions(known(row)) for row in rows), None
+        if count * 3 * self._config.text.dim**2 <= SMALL_PASS:
+            wanted = 1
+        elif count == len(rows) and self.model.dtype.itemsize == 2:
+            choice = self._choices.setdefault(count, ThreadChoice(threads))
+            wanted = choice.next()
+        else:
+            wanted = threads
+        torch.set_num_threads(wanted)
+        began = clock.now()
         try:
             yield
         finally:
             torch.set_num_threads(threads)
+        if choice is not None:
+            choice.took(clock.now() - began)
 
     def _resolved(self, row: Row) -> Row:
         """Returns the row with PREVIOUS replaced by the token that the sequence sampled last."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import os
 import sys
 from collections.abc import Callable
 
@@ -19,15 +20,29 @@ SWITCH_INTERVAL_S = 0.0005
 longer than a step of a GPU. The step thread releases the lock whenever it waits for the device, and would get it back
 too late."""
 
+SPINS = "10000"
+"""How often a thread of GNU's OpenMP looks for work before it sleeps: some 0.3 ms, longer than a pass leaves it without
+work. By default it looks for some 6 ms, and takes cores from the threads for which it waits."""
+
 _EVERY_S = 2.0
 _MUCH_BYTES = 32 * 1024 * 1024
 """For less, a walk through the heaps is not worth its few milliseconds."""
 
 
 def set_up_interpreter() -> None:
-    """Sets the garbage collector's thresholds and the switch interval. Call this before the engine is created."""
+    """Sets the garbage collector's thresholds and the switch interval, and limits spinning.
+
+    Call this before the engine is created.
+    """
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    limit_spinning()
+
+
+def limit_spinning() -> None:
+    """Sets `SPINS`, if the operator chose nothing. OpenMP's library reads them when torch loads it."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 async def follow_heap(take_freed_bytes: Callable[[], int]) -> None:

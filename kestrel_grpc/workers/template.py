@@ -22,6 +22,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..process.interpreter import limit_spinning
+
 if TYPE_CHECKING:
     from kestrel_engine import processes
 
@@ -64,6 +66,7 @@ def main(
     os.environ[_ONE_THREAD] = "1"
     from kestrel_engine import processes
 
+    limit_spinning()
     for name in modules:
         with contextlib.suppress(ImportError):  # The worker reports what it misses.
             importlib.import_module(name)

@@ -6,8 +6,10 @@ import torch
 
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime import torch_runtime
+from kestrel_engine.runtime.batch import build_batch
 from kestrel_engine.runtime.kv_cache import KvCache, bytes_per_page
 from kestrel_engine.runtime.protocol import Runtime
+from kestrel_engine.runtime.thread_choice import ThreadChoice
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import Coord, ImageBlock, PreparedImage, SamplingParams, Size
 from kestrel_engine.types.step import (
@@ -332,23 +334,59 @@ def test_pool_layout_and_size():
         cache.slots((1,), 5)
 
 
-@pytest.mark.parametrize(("small_pass", "threads"), [(10**9, 1), (0, 2)])
-def test_only_small_passes_run_on_one_thread(runtime, monkeypatch, small_pass, threads):
-    monkeypatch.setattr(torch_runtime, "SMALL_PASS", small_pass)
+@pytest.fixture
+def threads_of_passes(monkeypatch):
+    """The number of torch's threads in each pass, of two."""
     seen = []
-    batch = runtime.batch
 
-    def noting(rows):
+    def noting(*args):
         seen.append(torch.get_num_threads())
-        return batch(rows)
+        return build_batch(*args)
 
-    monkeypatch.setattr(runtime, "batch", noting)
+    monkeypatch.setattr(torch_runtime, "build_batch", noting)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        step(runtime, prefill=(row([0, 30, 31], sample=spec()),))
-        step(runtime, decode=(row([30], start=3, sample=spec()),))
-        assert seen == [threads, threads]
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    yield seen
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def prefill_and_decode(runtime, decodes=1):
+    step(runtime, prefill=(row([0, 30, 31], sample=spec()),))
+    for i in range(decodes):
+        step(runtime, decode=(row([30], start=3 + i, sample=spec()),))
+
+
+@pytest.mark.parametrize(("small_pass", "threads"), [(10**9, 1), (0, 2)])
+def test_only_small_passes_run_on_one_thread(
+    runtime, monkeypatch, threads_of_passes, small_pass, threads
+):
+    monkeypatch.setattr(torch_runtime, "SMALL_PASS", small_pass)
+    prefill_and_decode(runtime, decodes=6)
+    assert threads_of_passes == [threads] * 7
+
+
+def test_decode_in_half_types_tries_one_thread(monkeypatch, threads_of_passes, moved_clock):
+    monkeypatch.setattr(torch_runtime, "SMALL_PASS", 0)
+    prefill_and_decode(new_runtime(dtype=torch.bfloat16), decodes=6)
+    assert threads_of_passes[:6] == [2, 2, 2, 2, 2, 1]
+
+
+def test_the_faster_number_of_threads_is_chosen():
+    choice, seconds = ThreadChoice(8), {8: 0.1, 1: 0.2}
+    used = []
+
+    def run(passes):
+        used.clear()
+        for _ in range(passes):
+            used.append(choice.next())
+            choice.took(seconds[used[-1]])
+        return used.count(1) / passes
+
+    assert run(1000) < 0.02  # idle cores
+    seconds[8] = 0.9
+    run(130)
+    assert run(1000) > 0.98
+    seconds[8] = 0.1
+    run(130)
+    assert run(1000) < 0.02
