@@ -174,7 +174,9 @@ def _find(rng: random.Random, scene: Scene, skill: str) -> Ask:
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     if rng.random() < 0.55:
         palette = len(COLOURS) if rng.random() < 0.6 else MEASURED_COLOURS
-        scene = draw_scene(rng, width, height, held_out=held, palette=palette)
+        # Captions go wrong where there are many.
+        many = rng.randint(7, 12) if not held and rng.random() < 0.4 else None
+        scene = draw_scene(rng, width, height, many, held, palette)
     else:
         scene = _grid_scene(rng, width, height)
     few = len(scene.shapes) <= 12
