@@ -21,6 +21,7 @@ def load_checkpoint(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     keep_fp8: bool = False,
+    narrow: str = "wide",
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
     """Loads the checkpoint at ``path``, a folder or a file. ``config`` defaults to the config.json beside the weights,
@@ -33,4 +34,9 @@ def load_checkpoint(
         config = model_config_for(raw, stored)
         hint = no_config_hint(raw, config)
     plan = plan_checkpoint(stored, config)
-    return load_planned(plan, config, files, dtype, device, progress, keep_fp8=keep_fp8, hint=hint)
+    return load_planned(
+        *(plan, config, files, dtype, device, progress),
+        keep_fp8=keep_fp8,
+        narrow=narrow,
+        hint=hint,
+    )

@@ -28,6 +28,8 @@ READERS = 8
 PIECE_BYTES = 16 * 1024 * 1024
 AHEAD_BYTES = 256 * 1024 * 1024
 """Bytes of tensors on the device that may be read ahead, beside the tensor that is requested next."""
+CPU_AHEAD_BYTES = 32 * 1024 * 1024
+"""The same for a CPU, whose memory is that of the reader."""
 
 _Fill = Callable[[torch.Tensor, int], None]
 """Fills a CPU buffer of uint8 with a tensor's bytes, starting at an offset."""
@@ -54,6 +56,7 @@ class DeviceReader:
         self._device = device
         self.arriving: deque[_Arriving] = deque()
         self._ahead_bytes = 0
+        self._most_ahead = AHEAD_BYTES if device.type != "cpu" else CPU_AHEAD_BYTES
         self._thread_state = threading.local()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kestrel-weights")
         self._stack = ExitStack()
@@ -80,7 +83,7 @@ class DeviceReader:
         return arriving.data.view(stored.torch_dtype).view(stored.shape)
 
     def _read_ahead(self) -> None:
-        while self._wanted and (not self.arriving or self._ahead_bytes < AHEAD_BYTES):
+        while self._wanted and (not self.arriving or self._ahead_bytes < self._most_ahead):
             arriving = self._start_read(self._wanted.popleft())
             self._ahead_bytes += arriving.data.nbytes
             self.arriving.append(arriving)

@@ -1,8 +1,8 @@
 """Loads weights from files into tensors of the requested dtype and device, one tensor at a time.
 
-For the CPU, files are memory-mapped. A tensor that already has the requested dtype stays mapped and takes no anonymous
-memory. Other tensors are converted one by one, so the peak is the size of the result plus one tensor. For other
-devices, ``device_reader`` reads ahead by one tensor and at most 256 MiB.
+For the CPU, a tensor that stays as it is stored is mapped and takes no anonymous memory. All other tensors are read
+ahead by ``device_reader``, by one tensor and some MiB, and converted one by one. Pages of a mapped file that a
+conversion has read would stay resident beside the result.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def load_planned(
     InsufficientMemoryError.
 
     ``narrow``: as in `rounding`. ``hint``: the end of an error. ``read_ahead``: read with DeviceReader instead of
-    mapped files. The default is True for every device but the CPU.
+    mapped files. By default, a CPU maps the tensors that stay as they are stored.
     """
     device = torch.device(device)
     where = str(files[0] if len(files) == 1 else files[0].parent)
@@ -103,14 +103,20 @@ def load_planned(
     finite = FiniteCheck()
     done = 0
     order = _int4_order(plan, config, files)
-    wanted = [source for item in plan.tensors for source in item.sources]
-    if read_ahead is None:
-        read_ahead = device.type != "cpu"
-    with DeviceReader(wanted, device) if read_ahead else _Reader(files) as read:
+    ahead = {
+        item.name
+        for item in plan.tensors
+        if (read_ahead is None and not _stays_mapped(item, dtype, device, narrow)) or read_ahead
+    }
+    wanted = [source for item in plan.tensors if item.name in ahead for source in item.sources]
+    with DeviceReader(wanted, device) as read, _Reader(files) as mapped:
         for item in plan.tensors:
-            source, *rest = _parts(item, read, fingerprint)
+            source, *rest = _parts(item, read if item.name in ahead else mapped, fingerprint)
+            form = form_of(item.name, item.shape, narrow, device)
             if not rest:
-                made = {item.name: source.to(device=device, dtype=dtype)}
+                # A row is widened when it is rounded, so that the whole matrix needs no copy.
+                kept = form is not None and dtype == torch.float32
+                made = {item.name: source.to(device, source.dtype if kept else dtype)}
             elif order is not None and item.zero_point is not None:
                 packed = source, rest[0], rest[1]
                 if stays_int4(item, narrow):
@@ -126,7 +132,6 @@ def load_planned(
             else:
                 made = {item.name: dequantise(source, rest[0], dtype, device)}
             finite.add(item.name, *made.values())
-            form = form_of(item.name, item.shape, narrow, device)
             if form is not None and len(made) == 1:
                 made = rounded(item.name, made[item.name], form)
             tensors |= made
@@ -199,6 +204,13 @@ def stays_int4(item: TensorPlan, narrow: str) -> bool:
     """Returns whether a tensor is stored in 4 bits and stays so; ``narrow``: as in `rounding`."""
     kept = narrow != "wide" and item.zero_point is not None
     return kept and may_stay(item.name, item.shape, item.stored.shape[-1])
+
+
+def _stays_mapped(item: TensorPlan, dtype: torch.dtype, device: torch.device, narrow: str) -> bool:
+    """Returns whether a tensor is used as the file has it, on a CPU."""
+    whole = len(item.sources) == 1 and item.part is not TensorPart.TRANSPOSED
+    same = whole and item.stored.torch_dtype == dtype
+    return device.type == "cpu" and same and form_of(item.name, item.shape, narrow, device) is None
 
 
 def loaded_bytes(

@@ -13,6 +13,8 @@ import torch
 
 from ...models.weight_only import GROUP, round_rows, round_to_groups, scale_of
 
+_AT_ONCE = 1 << 23
+"""Numbers that are rounded together. Their copies in float32 take 100 MB."""
 _BLOCK = re.compile(r"text\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.fc[12])\.weight")
 _OTHERS = re.compile(r"(text\.lm_head|vision\.(blocks\.\d+\.\w+\.\w+|proj_mlp\.fc[12]))\.weight")
 
@@ -48,11 +50,13 @@ def rounded_bytes(shape: tuple[int, ...], form: torch.dtype) -> int:
 
 
 def rounded(name: str, weight: torch.Tensor, form: torch.dtype) -> dict[str, torch.Tensor]:
-    """Rounds ``weight`` [..., N, K], one matrix at a time. Returns it and its scales by canonical names."""
+    """Rounds ``weight`` [..., N, K], some rows at a time. Returns it and its scales by canonical names."""
     rounding = round_rows if form == torch.int8 else round_to_groups
-    numbers, scales = zip(*map(rounding, weight.view(-1, *weight.shape[-2:])), strict=True)
-    outer = weight.shape[:-2]
+    rows = weight.view(-1, weight.shape[-1])
+    some = torch.split(rows, max(1, _AT_ONCE // weight.shape[-1]))
+    numbers, scales = map(torch.cat, zip(*map(rounding, some), strict=True))
+    outer = weight.shape[:-1]
     return {
-        name: torch.stack(numbers).view(*outer, *numbers[0].shape),
-        scale_of(name): torch.stack(scales).view(*outer, *scales[0].shape),
+        name: numbers.view(*outer, -1),
+        scale_of(name): scales.view(*outer, *scales.shape[1:]),
     }

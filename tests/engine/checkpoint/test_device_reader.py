@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def small_pieces(monkeypatch):
     """So that small files come in several pieces and few of them ahead."""
     monkeypatch.setattr(device_reader, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(device_reader, "AHEAD_BYTES", 5000)
+    monkeypatch.setattr(device_reader, "CPU_AHEAD_BYTES", 5000)
 
 
 @pytest.fixture
