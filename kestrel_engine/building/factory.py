@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from ..types.info import EngineInfo, LoadTimes
 from ..types.model_config import ModelConfig
 from ..types.progress import Progress
 from ..types.step import RuntimeLimits
+from . import cpu_choice
 from .claims import CLAIMS
 from .device import (
     check_fp8_gemms,
@@ -162,13 +163,18 @@ def _build(
     compiling = compile_meter(carried) if kernels else None
     if config.attention == "flashinfer" and dtype == torch.float32:
         raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
-    if config.cpu_threads is not None:
-        torch.set_num_threads(config.cpu_threads)
     early = None
     if opened is None:
         opened = open_model(config, progress=progress)
         early = _early_kernels(config, opened.config, running)
-    model = opened.config
+    if device.type == "cpu":
+        given, config = config, cpu_choice.completed(config, opened)
+        dtype = dtype_of(config)
+        if choice := cpu_choice.described(config, given):
+            logger.info("%s: %s", opened.name, choice)
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    model = _seen(opened.config, config)
     if config.attention == "flashinfer" and model.text.head_dim not in FLASHINFER_HEADS:
         raise ConfigError(
             "attention", "flashinfer", f"has no kernels for heads of {model.text.head_dim} values"
@@ -242,24 +248,32 @@ def _build(
     )
 
 
+def _seen(model: ModelConfig, config: RuntimeConfig) -> ModelConfig:
+    """The model, with the limit on the tiles of images whose requests set none."""
+    return replace(model, vision=model.vision.within(config.max_crops or 0))
+
+
 def _load(plan: Plan, opened: OpenedModel) -> _Weights:
     """Reads weights and calibration. Raises InsufficientMemoryError and ModelLoadError."""
     import torch
 
     from ..checkpoint.open import load_weights
+    from ..checkpoint.weights.memory import returning_what_is_freed
 
     config, device, dtype = plan.config, plan.device, plan.dtype
     keep_fp8 = keeps_fp8(config, device, plan.kernels)
     fitted(plan, None, opened.weight_bytes(dtype, device, keep_fp8=keep_fp8, narrow=plan.narrow))
     began = clock.now()
-    loaded = load_weights(
-        opened,
-        dtype=dtype,
-        device=device,
-        keep_fp8=keep_fp8,
-        narrow=plan.narrow,
-        progress=plan.progress,
-    )
+    on_cpu = device.type == "cpu"
+    with returning_what_is_freed() if on_cpu and cpu_choice.is_large(opened) else nullcontext():
+        loaded = load_weights(
+            opened,
+            dtype=dtype,
+            device=device,
+            keep_fp8=keep_fp8,
+            narrow=plan.narrow,
+            progress=plan.progress,
+        )
     calibration = read_calibration(config.calibration, opened.files, loaded.fingerprint)
     # The runtime packs the tensors, so they are counted now.
     num_parameters = sum(
@@ -295,6 +309,7 @@ def _info(
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         dtype=str(plan.dtype).removeprefix("torch."),
+        weights="int4" if plan.four_bits else plan.narrow if plan.narrow == "int8" else "",
         max_batch_size=limits.max_batch_size,
         num_pages=limits.num_pages,
         page_size=plan.page_size,

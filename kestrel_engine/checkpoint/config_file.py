@@ -42,6 +42,11 @@ def check_fits(runtime: RuntimeConfig, model: ModelConfig) -> None:
             f"must be above the image prefix of {model.image_prefix} positions and at most the model's context of "
             f"{limit}",
         )
+    most = model.vision.max_crops
+    if runtime.max_crops is not None and runtime.max_crops > most:
+        raise ConfigError(
+            "max_crops", runtime.max_crops, f"must be at most {most}, the model's own"
+        )
     if runtime.page_size is not None and model.image_prefix % runtime.page_size:
         raise ConfigError(
             "page_size",

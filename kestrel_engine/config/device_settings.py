@@ -23,24 +23,25 @@ class DeviceSettings:
     )
     precision: str = DEVICE.setting(
         "auto",
-        "type of weights, matrix products, keys and values. auto: float32 on a CPU, bfloat16 on CUDA, and FP8 keys and "
-        "values if the checkpoint has scales for them and the GPU converts them; float32, bfloat16, float16: this type "
-        "for all; fp8: bfloat16 with all products, keys and values in FP8, faster but less accurate; only the products "
-        "(fp8-gemms), those of prompts and images (fp8-prefill) or of images (fp8-vision), or only keys and values "
-        "(fp8-kv). FP8 needs compute capability 8.9 or newer. int4: the text decoder's weights in 4 bits; int8, on a "
-        "CPU: all large weights in 8 bits. 4-bit checkpoints stay in 4 bits, except with fp8, fp8-gemms and "
-        "fp8-prefill",
+        "type of weights, matrix products, keys and values. auto on a CPU: float32 for a small model; for a large one, "
+        "bfloat16 if the processor multiplies it, else float32, and int8 where memory is short. auto on CUDA: "
+        "bfloat16, and FP8 keys and values if the checkpoint has scales for them and the GPU converts them. float32, "
+        "bfloat16, float16: this type for all; fp8: bfloat16 with all products, keys and values in FP8, faster but "
+        "less accurate; only the products (fp8-gemms), those of prompts and images (fp8-prefill) or of images "
+        "(fp8-vision), or only keys and values (fp8-kv). FP8 needs compute capability 8.9 or newer. int4: the text "
+        "decoder's weights in 4 bits; int8, on a CPU: all large weights in 8 bits. 4-bit checkpoints stay in 4 bits, "
+        "except with fp8, fp8-gemms and fp8-prefill",
         choices=tuple(PRECISIONS),
     )
     """Gives the values of dtype, fp8_gemms, kv_cache_dtype and weights where they are auto."""
     dtype: str | torch.dtype = checked("auto")
-    """float32, bfloat16, float16, or auto (float32 on a CPU, bfloat16 on CUDA)."""
+    """float32, bfloat16, float16, or auto: bfloat16 on CUDA, on a CPU float32 or what `building.cpu_choice` chooses."""
     cpu_threads: int | None = DEVICE.setting(
         None,
         "number of CPU threads that one torch operator uses",
         flag="--threads",
         low=1,
-        shown="torch's choice",
+        shown="torch's choice; with a large model, at most what a container's quota allows",
     )
     fp8_experts: str = checked("auto", choices=("auto", "keep", "dequantise"))
     """Keep FP8 experts in FP8, or dequantise them; auto keeps them if the GPU computes in FP8."""

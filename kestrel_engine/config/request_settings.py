@@ -32,6 +32,9 @@ class RequestSettings:
         "limit on the requests that wait, including requests in preprocessing; further ones get RESOURCE_EXHAUSTED",
         low=1,
     )
+    max_crops: int | None = checked(None, low=1)
+    """Limit on the tiles in which the model sees an image whose request sets no max_crops; 1: the overview alone. None:
+    the model's own, or for a large model on a CPU what `building.cpu_choice` chooses."""
     max_images: int = checked(16, low=1, high=64)
     """Limit on the images of one request; the model's context limits them further. Moondream 2 holds two images,
     Moondream 3 five, kestrel-tiny six."""

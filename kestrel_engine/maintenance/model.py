@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import clock
+from ..building import cpu_choice
+from ..building.device import dtype_of
 from ..config.runtime import RuntimeConfig
 from ..errors import ConfigError, DownloadError, KestrelError
 from ..types.model_config import ModelConfig
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from ..checkpoint.open import OpenedModel
 
 GIB = 2**30
-_LARGE_BYTES = GIB
-"""Models of fewer bytes answer within seconds on any CPU, so that nothing is measured for them."""
 
 
 def check_model(config: RuntimeConfig, *, hub: Hub | None = None) -> Iterator[Finding]:
@@ -52,7 +52,10 @@ def check_fit(config: RuntimeConfig, opened: OpenedModel) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("memory", "fail", str(error))
     if not _on_card(config) and not config.device.startswith("cuda"):
-        yield from _slow_answers(config, opened.config)
+        chosen = cpu_choice.completed(config, opened)
+        if described := cpu_choice.described(chosen, config):
+            yield Finding("choice", "ok", described)
+        yield from _slow_answers(chosen, opened)
 
 
 def opened_of(config: RuntimeConfig) -> OpenedModel | None:
@@ -132,10 +135,12 @@ def _memory(config: RuntimeConfig, opened: OpenedModel) -> Finding:
     from ..checkpoint.progress import gib
     from ..checkpoint.weights.memory import host_available
 
-    dtype, cpu = _dtype(config), torch.device("cpu")
+    config = cpu_choice.completed(config, opened)
+    dtype, cpu = dtype_of(replace(config, device="cpu")), torch.device("cpu")
     needed = opened.weight_bytes(dtype, cpu, narrow=config.weights)
     available = host_available()
-    message = f"weights take {gib(needed)} as {str(dtype).removeprefix('torch.')}"
+    name = config.weights if config.weights in ("int8", "int4") else str(dtype)
+    message = f"weights take {gib(needed)} as {name.removeprefix('torch.')}"
     if available is None:
         return Finding("memory", "warn", f"{message}; the available memory is unknown")
     message += f", {gib(available)} are available"
@@ -179,20 +184,28 @@ def _card_memory(config: RuntimeConfig, opened: OpenedModel) -> Finding:
     return Finding("memory", "ok", message)
 
 
-def _slow_answers(config: RuntimeConfig, model: ModelConfig) -> Iterator[Finding]:
+def _slow_answers(config: RuntimeConfig, opened: OpenedModel) -> Iterator[Finding]:
     import torch
 
-    from ..checkpoint.weights.random_weights import weight_bytes
-
-    if weight_bytes(model, _dtype(config), keep_fp8=False) < _LARGE_BYTES:
+    if not cpu_choice.is_large(opened):
         return
-    time = estimate(model, _dtype(config))
+    model = opened.config
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    own = config.precision
+    times = {name: estimate(config, model, name) for name in dict.fromkeys((own, *_COMPARED))}
+    found = [
+        f"{name}: {_duration(time.first_small_s)} (a small image) to {_duration(time.first_large_s)} (a large one) "
+        f"until an answer's first token, {_duration(time.token_s)} for each further one"
+        for name, time in times.items()
+    ]
     message = (
-        f"estimated for this CPU: {_duration(time.first_small_s)} (a small image) to {_duration(time.first_large_s)} "
-        f"(a large one) until an answer's first token, {_duration(time.token_s)} for each further one, with "
-        f"{torch.get_num_threads()} threads"
+        f"estimated for this CPU with {torch.get_num_threads()} threads, {found[0]}; with another --precision, "
+        f"{'; '.join(found[1:])}"
     )
-    yield Finding("speed", "warn", message, "a GPU, or another --precision: compare with doctor")
+    yield Finding(
+        "speed", "warn", message, "a GPU, requests with a lower max_crops, or another --precision"
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -211,19 +224,14 @@ def _on_card(config: RuntimeConfig) -> bool:
     return config.device != "cpu" and torch.cuda.is_available()
 
 
-def _dtype(config: RuntimeConfig) -> torch.dtype:
-    """The dtype on a CPU."""
-    import torch
-
-    found = torch.float32 if config.dtype == "auto" else getattr(torch, str(config.dtype))
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-_SIDE = 384
-_LARGE = (16384, 1024)
-"""A matrix of more bytes than caches hold."""
-_MEASURED_S = 0.3
+_COMPARED = ("float32", "bfloat16", "int8")
+_GEMM = (512, 1024, 2048)
+"""Rows, outputs and inputs of a product as prompts and images have it."""
+_LARGE_BYTES = 96 * 2**20
+"""Of a weight for one row: more than caches hold."""
+_EFFICIENCY = 0.75
+"""Of prompts and images, as a share of their products' speed: attention and norms take the rest."""
+_MEASURED_S = 0.2
 _PROMPT = 16
 """Positions of a prompt besides the image's."""
 
@@ -237,9 +245,8 @@ class CpuTime:
     token_s: float
 
 
-def estimate(model: ModelConfig, dtype: torch.dtype) -> CpuTime:
-    """Measures with torch's present number of threads, in less than a second."""
-
+def estimate(config: RuntimeConfig, model: ModelConfig, precision: str) -> CpuTime:
+    """Measures with torch's present number of threads, in less than a second. ``config`` limits the crops."""
     from ..checkpoint.weights.expected import expected_tensors
     from ..checkpoint.weights.random_weights import is_expert
 
@@ -253,30 +260,66 @@ def estimate(model: ModelConfig, dtype: torch.dtype) -> CpuTime:
             if moe is not None and is_expert(model, name):
                 used = used * moe.experts_per_token / moe.num_experts
             text += used
-    flops, bandwidth = _speed(dtype)
+    speed = _speed(precision)
+    flops = _EFFICIENCY * speed.flops
     patches = (model.vision.crop_size // model.vision.enc_patch_size) ** 2
     prefill_s = 2 * text * (patches + _PROMPT) / flops
     crop_s = 2 * vision * patches / flops
+    tiles = config.max_crops or model.vision.max_crops
     return CpuTime(
         first_small_s=prefill_s + crop_s,
-        first_large_s=prefill_s + (1 + model.vision.max_crops) * crop_s,
-        token_s=text * dtype.itemsize / bandwidth,
+        first_large_s=prefill_s + (crop_s if tiles == 1 else (1 + tiles) * crop_s),
+        token_s=text / speed.weights,
     )
 
 
-def _speed(dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP a second of matrix products, and bytes of weights a second of a product with one row."""
-    import torch
-    from torch.nn.functional import linear
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """FLOP a second of products of many rows, and weights a second of a product with one row."""
 
-    square = torch.ones(_SIDE, _SIDE, dtype=dtype)
-    weights, row = torch.ones(_LARGE, dtype=dtype), torch.ones(1, _LARGE[1], dtype=dtype)
-    flops = 2 * _SIDE**3 / _seconds(lambda: linear(square, square))
-    return flops, weights.nbytes / _seconds(lambda: linear(row, weights))
+    flops: float
+    weights: float
+
+
+def _speed(precision: str) -> _Speed:
+    import torch
+
+    from ..models.weight_only import product
+
+    probe = RuntimeConfig(precision=precision, device="cpu")
+    dtype = dtype_of(probe)
+    rows, n, k = _GEMM
+    x = torch.ones(rows, k, dtype=dtype)
+    weight, scales = _made(n, k, dtype, probe.weights)
+    flops = 2.0 * rows * n * k / _seconds(lambda: product(x, weight, scales, None))
+    n = _LARGE_BYTES // (weight.nbytes // n)
+    weight, scales = _made(n, k, dtype, probe.weights)
+    return _Speed(flops, n * k / _seconds(lambda: product(x[:1], weight, scales, None)))
+
+
+def _made(
+    n: int, k: int, dtype: torch.dtype, weights: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns a weight [n, k] in the form that a start with the setting ``weights`` gives it, and its scales."""
+    import torch
+
+    from ..models.weight_only import GROUP, pack_for_cpu
+
+    if weights == "int8":
+        return torch.ones(n, k, dtype=torch.int8), torch.ones(n, dtype=torch.bfloat16)
+    if weights != "int4":
+        return torch.ones(n, k, dtype=dtype), None
+    made = {
+        "x.weight": torch.ones(n, k // 2, dtype=torch.uint8),
+        "x.scale": torch.ones(n, k // GROUP, 2, dtype=torch.bfloat16),
+    }
+    pack_for_cpu(made)
+    return made["x.weight"], made["x.scale"]
 
 
 def _seconds(work: Callable[[], object]) -> float:
     """The least duration of several: other work of the machine, threads and packing make others longer."""
+    work()  # The first one compiles.
     end, least = clock.now() + _MEASURED_S, inf
     while (begun := clock.now()) < end:
         work()

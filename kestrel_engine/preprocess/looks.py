@@ -124,9 +124,9 @@ class Selection(NamedTuple):
 WHOLE = Selection(None, None)
 
 
-def selection_of(source: Any, most_crops: int) -> tuple[Any, Selection]:
+def selection_of(source: Any, most_crops: int, budget: int = 0) -> tuple[Any, Selection]:
     """Returns the image as it was given, and which parts of it to prepare. ``most_crops``: the model's own limit.
-    Raises InvalidRequest."""
+    ``budget``: the ``max_crops`` of an image that has none; 0: the model's own. Raises InvalidRequest."""
     tiles: Tiles | None = None
     box: Edges | None = None
     max_crops: int | None = None
@@ -146,7 +146,7 @@ def selection_of(source: Any, most_crops: int) -> tuple[Any, Selection]:
     if isinstance(source, (Tiled, InRegion, InCrops, Mirrored)):
         field = MAX_CROPS if isinstance(source, InCrops) else REGION
         raise InvalidRequest(field, "is set twice, or beside tiles of its own; set it once")
-    return source, Selection(box, tiles, max_crops or 0, mirrored)
+    return source, Selection(box, tiles, max_crops or budget, mirrored)
 
 
 def selection_values(selection: Selection) -> Any:

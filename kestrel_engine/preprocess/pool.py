@@ -175,7 +175,7 @@ class PreprocessPool:
         """
         self._check_open()
         began = clock.now()
-        source, selection = selection_of(source, self._vision.max_crops)
+        source, selection = selection_of(source, self._vision.max_crops, self._vision.budget)
         background = source.colour if isinstance(source, OnBackground) else None
         if self._raw.takes(source):
             if selection == WHOLE:
@@ -218,7 +218,7 @@ class PreprocessPool:
         """The size and the crops of an image, an InRegion, InCrops or Tiled, whose header alone a decoder reads. Raises
         as ``prepare``, but not what only decoding finds."""
         self._check_open()
-        source, selection = selection_of(source, self._vision.max_crops)
+        source, selection = selection_of(source, self._vision.max_crops, self._vision.budget)
         payload = await asyncio.to_thread(read_source, source, self._limits)
         self._check_open()
         if isinstance(payload, np.ndarray):

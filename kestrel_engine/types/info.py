@@ -122,6 +122,8 @@ class EngineInfo:
     device_name: str = ""
     """The driver's name of a CUDA device; else ""."""
     dtype: str
+    weights: str = ""
+    """"int8" or "int4", if weights of products are narrower than ``dtype``."""
     max_batch_size: int
     num_pages: int
     page_size: int
@@ -136,3 +138,8 @@ class EngineInfo:
     load: LoadTimes = LoadTimes()
     refines: bool = False
     """The model has a segmentation refiner."""
+
+    @property
+    def precision(self) -> str:
+        """The types of computation and weights, such as "float32" or "bfloat16 with int8 weights"."""
+        return f"{self.dtype} with {self.weights} weights" if self.weights else self.dtype

@@ -245,7 +245,7 @@ class KestrelServer(ServerParts):
         if self.served.state is State.READY:
             info, seconds = engine.info, round(self.load_seconds, 3)
             log_lifecycle(
-                "ready", model=info.model, device=info.device, dtype=info.dtype, load_s=seconds
+                "ready", model=info.model, device=info.device, dtype=info.precision, load_s=seconds
             )
         return engine
 

@@ -99,6 +99,6 @@ async def serve_alone(
 def _announce(server: KestrelServer) -> str:
     """Prints the ready line. Returns models and devices in one line."""
     infos = [engine.info for engine in server.served.engines]
-    served = " and ".join(f"{info.model} on {info.device} ({info.dtype})" for info in infos)
+    served = " and ".join(f"{info.model} on {info.device} ({info.precision})" for info in infos)
     print_ready(served, server.addresses, server.load_seconds)
     return served

@@ -194,7 +194,7 @@ def _model(served: ServedModel) -> pb.Model:
                 for each in engine.skills
             ],
             device_name=info.device_name,
-            dtype=info.dtype,
+            dtype=info.precision,
             max_batch_size=info.max_batch_size,
             weights_fingerprint=info.weights_fingerprint,
             num_parameters=info.num_parameters,

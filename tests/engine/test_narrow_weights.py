@@ -99,6 +99,7 @@ async def test_any_checkpoint_can_be_rounded_while_it_is_loaded(precision):
     settings = {"max_tokens": 30, "temperature": 0.0}
     async with await InferenceEngine.create(config) as engine:
         assert engine.info.weights_bytes == expected
+        assert engine.info.precision.endswith(f" with {precision} weights")
         result = await engine.caption(BUNDLED / "kestrel_tiny/sample.jpg", settings=settings)
         assert result.output["caption"]
     built = factory.build(RuntimeConfig(device="cpu"))

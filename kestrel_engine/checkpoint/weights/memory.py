@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,31 @@ from ..progress import gib
 
 if TYPE_CHECKING:
     import torch
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""Of glibc's mallopt."""
+_MIB = 2**20
+
+
+@contextmanager
+def returning_what_is_freed() -> Iterator[None]:
+    """While the context is open, tensors of a MiB and more that are freed are given back to the system.
+
+    glibc keeps them for later tensors. Between tensors that stay, a gigabyte of such gaps remains. After the context,
+    glibc keeps tensors of up to 32 MiB, as it does in a process that has freed one. Other allocators see no change.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        yield
+        return
+    library.mallopt(_MMAP_THRESHOLD, _MIB)
+    try:
+        yield
+    finally:
+        library.mallopt(_MMAP_THRESHOLD, 32 * _MIB)
+        library.mallopt(_TRIM_THRESHOLD, 64 * _MIB)
+        library.malloc_trim(0)
 
 
 def require_memory(needed_bytes: int, device: torch.device, *, what: str) -> None:
@@ -48,28 +76,45 @@ def host_available(
     File cache counts as available, because the kernel frees it on demand. On systems other than Linux, the result is
     the size of the free pages, or of all pages if the system does not report free ones.
     """
-    limits = [_meminfo(proc / "meminfo"), *_cgroup_limits(proc / "self/cgroup", cgroups)]
+    names = ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
+    return _least(proc, cgroups, "MemAvailable:", names, whole=False)
+
+
+def host_total(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Returns the bytes that this process can use on the host if no other process uses any: as `host_available`, but
+    alike at all times."""
+    return _least(proc, cgroups, "MemTotal:", ("SC_PHYS_PAGES",), whole=True)
+
+
+def _least(
+    proc: Path, cgroups: Path, key: str, names: tuple[str, ...], *, whole: bool
+) -> int | None:
+    limits = [
+        _meminfo(proc / "meminfo", key),
+        *_cgroup_limits(proc / "self/cgroup", cgroups, whole),
+    ]
     known = [limit for limit in limits if limit is not None]
     if known:
         return max(0, min(known))
-    for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+    for name in names:
         if name in os.sysconf_names:
             return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
-def _meminfo(file: Path) -> int | None:
+def _meminfo(file: Path, key: str) -> int | None:
     try:
         for line in file.read_text("ascii").splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(key):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         return None
     return None
 
 
-def _cgroup_limits(membership: Path, root: Path) -> list[int | None]:
-    """Returns the bytes left in each control group (version 1 or 2), from the process's own group up to the root."""
+def _cgroup_limits(membership: Path, root: Path, whole: bool) -> list[int | None]:
+    """Returns the bytes of each control group (version 1 or 2), from the process's own group up to the root: those
+    left, or the ``whole`` limit."""
     try:
         lines = membership.read_text("utf-8").splitlines()
     except OSError:
@@ -89,17 +134,21 @@ def _cgroup_limits(membership: Path, root: Path) -> list[int | None]:
         folder = base / group.lstrip("/")
         # In a container, the path may be the host's, which isn't mounted. Then the root is the process's own group.
         for candidate in (folder, *folder.parents):
-            out.append(_bytes_left(candidate, *names))
+            out.append(_bytes_of(candidate, *names, whole))
             if candidate == base:
                 break
     return out
 
 
-def _bytes_left(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+def _bytes_of(
+    folder: Path, limit_name: str, usage_name: str, cache_name: str, whole: bool
+) -> int | None:
     try:
         limit = (folder / limit_name).read_text("ascii").strip()
         if limit == "max":
             return None
+        if whole:
+            return int(limit)
         usage = int((folder / usage_name).read_text("ascii"))
         statistics = (folder / "memory.stat").read_text("ascii").splitlines()
         cache = next((int(s.split()[1]) for s in statistics if s.startswith(cache_name + " ")), 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_engine.checkpoint.weights.memory import host_available
+from kestrel_engine.checkpoint.weights.memory import host_available, host_total
 
 GIB = 2**30
 
@@ -45,6 +45,8 @@ def test_the_tightest_control_group_counts_and_file_cache_is_available(tmp_path,
     group(base / "a/b", unlimited, 2 * GIB, 0, version=version)
     group(base / "a", str(4 * GIB), 3 * GIB, GIB // 2, version=version)
     assert host_available(proc=root, cgroups=tmp_path / "cg") == GIB + GIB // 2
+    (root / "meminfo").write_text(f"MemTotal: {16 * GIB // 1024} kB\n")
+    assert host_total(proc=root, cgroups=tmp_path / "cg") == 4 * GIB
 
 
 def test_a_platform_without_proc_still_answers(tmp_path):
@@ -61,7 +63,7 @@ from tests.checkpoint_loading import load_checkpoint
 from kestrel_engine.types.model_config import parse_model_config
 
 torch.set_num_threads(1)
-folder, dtype = sys.argv[1], getattr(torch, sys.argv[2])
+folder, dtype, narrow = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3]
 raw = {"config": {
     "text": {"dim": 512, "ff_dim": 512, "n_layers": 2, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 16384,
              "tau_attn": True, "moe": {"num_experts": 16, "start_layer": 1, "expert_inner_dim": 1024}},
@@ -71,7 +73,9 @@ raw = {"config": {
 config = parse_model_config(raw)
 
 def anonymous():
-    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+    text = open("/proc/self/status").read()
+    kinds = ("RssAnon", "RssFile") if narrow == "int8" else ("RssAnon",)
+    return sum(int(re.search(kind + r":\\s+(\\d+)", text)[1]) * 1024 for kind in kinds)
 
 def write():
     tensors = {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in expected_tensors(config).items()}
@@ -95,7 +99,7 @@ torch.ones(1000).to(torch.bfloat16).sum()
 before = anonymous()
 watcher = threading.Thread(target=sample)
 watcher.start()
-loaded = load_checkpoint(folder, dtype=dtype)
+loaded = load_checkpoint(folder, dtype=dtype, narrow=narrow)
 running = False
 watcher.join()
 peak = max(peak, anonymous())
@@ -106,9 +110,9 @@ print(json.dumps({"peak": peak - before, "weights": sum(t.nbytes for t in loaded
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status")
 def test_anonymous_memory_stays_below_the_weights_and_a_fifth(tmp_path):
-    def run(dtype: str) -> str:
+    def run(dtype: str, narrow: str = "wide") -> str:
         root = Path(__file__).parents[3]
-        command = [sys.executable, "-c", PEAK, str(tmp_path), dtype]
+        command = [sys.executable, "-c", PEAK, str(tmp_path), dtype, narrow]
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -120,3 +124,6 @@ def test_anonymous_memory_stays_below_the_weights_and_a_fifth(tmp_path):
     stored = json.loads(run("bfloat16"))
     # What is stored as bfloat16 stays mapped; only the eight-bit experts become anonymous memory.
     assert stored["peak"] < 0.8 * stored["weights"]
+    # Not the whole file beside the result, but copies of one tensor's numbers in float32.
+    rounded = json.loads(run("bfloat16", "int8"))
+    assert rounded["peak"] < rounded["weights"] + 170_000_000

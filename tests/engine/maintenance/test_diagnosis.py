@@ -156,7 +156,8 @@ def test_the_kernel_tells_the_drivers_version(tmp_path: Path, monkeypatch):
 
 def test_a_model_that_is_not_here(tmp_path: Path):
     empty = Hub(cache_dir=tmp_path, offline=True)
-    told = found(check_model(RuntimeConfig(model="moondream2", device="cpu"), hub=empty))
+    absent = RuntimeConfig(model="moondream2", device="cpu", precision="float32")
+    told = found(check_model(absent, hub=empty))
     assert told["model"].status == "warn" and "downloads it at its start" in told["model"].message
     assert told["memory"].message.startswith("weights take 7.2 GiB as float32")
     told = found(check_model(RuntimeConfig(model="moondream2", offline=True), hub=empty))
@@ -183,8 +184,10 @@ def test_a_setting_beyond_the_model_is_told():
 @pytest.mark.parametrize(("available", "status"), [(1, "fail"), (7.5, "warn"), (64, "ok")])
 def test_memory_of_the_processor(available, status, monkeypatch):
     monkeypatch.setattr(memory, "host_available", lambda: int(available * GIB))
-    monkeypatch.setattr(model, "_speed", lambda dtype: (100e9, 10e9))
-    config = RuntimeConfig(model="moondream2", random_weights=True, device="cpu")
+    monkeypatch.setattr(model, "_speed", lambda precision: model._Speed(100e9, 2.5e9))
+    config = RuntimeConfig(
+        model="moondream2", random_weights=True, device="cpu", precision="float32"
+    )
     assert found(check_model(config))["memory"].status == status
 
 
@@ -208,21 +211,23 @@ def test_this_card():
 
 def test_slow_answers_of_a_processor_are_told_before(monkeypatch):
     """The speeds are given, so that the figures are."""
-    monkeypatch.setattr(model, "_speed", lambda dtype: (100e9, 10e9))
-    large = RuntimeConfig(model="moondream2", device="cpu", random_weights=True)
+    monkeypatch.setattr(model, "_speed", lambda precision: model._Speed(100e9, 2.5e9))
+    large = RuntimeConfig(
+        model="moondream2", device="cpu", random_weights=True, precision="bfloat16", max_crops=4
+    )
     told = found(check_model(large))["speed"]
     assert told.status == "warn"
-    assert "26 s (a small image) to 1" in told.message and "0.5 s for each further" in told.message
+    assert "bfloat16: 35 s (a small image) to 70 s (a large one)" in told.message
+    assert "0.5 s for each further" in told.message
     assert [f.check for f in maintenance.check_slow_device(large)] == ["memory", "speed"]
     small = RuntimeConfig(device="cpu")
     assert "speed" not in found(check_model(small)) and not [*maintenance.check_slow_device(small)]
 
 
 def test_the_speed_is_measured():
-    import torch
 
     from kestrel_engine.checkpoint.open import open_model
 
     tiny = open_model(RuntimeConfig()).config
-    time = model.estimate(tiny, torch.float32)
+    time = model.estimate(RuntimeConfig(), tiny, "float32")
     assert time.token_s > 0 and 0 < time.first_small_s < time.first_large_s

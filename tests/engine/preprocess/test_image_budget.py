@@ -137,6 +137,14 @@ def test_a_budget_beyond_the_limits_is_refused(value):
     assert caught.value.limit == 12
 
 
+def test_the_budget_of_a_server_is_that_of_images_without_one(monkeypatch):
+    (own,), (smaller,) = prepared(InCrops(PIXELS, 4), InCrops(PIXELS, 2))
+    monkeypatch.setattr("tests.engine.preprocess.test_image_budget.VISION", VISION.within(4))
+    (found,), (set_,) = prepared(PIXELS, InCrops(PIXELS, 2))
+    assert (found.tiling, found.key) == (own.tiling, own.key)
+    assert (set_.tiling, set_.key) == (smaller.tiling, smaller.key)
+
+
 def test_a_budget_is_set_once():
     with pytest.raises(InvalidRequest, match=r"image\.max_crops: is set twice"):
         prepared(InCrops(InCrops(PIXELS, 1), 1))

@@ -191,7 +191,9 @@ class Model(_message.Message):
     device_name: _builtins.str
     """The manufacturer's name of the device, like "NVIDIA H200", or the processor's name on a CPU. May be empty."""
     dtype: _builtins.str
-    """Data type of the computation: "float32", "bfloat16", "float16" or "fp8"."""
+    """Data type of the computation: "float32", "bfloat16", "float16" or "fp8". If weights are narrower, their type
+    follows: "bfloat16 with int8 weights".
+    """
     max_batch_size: _builtins.int
     """Limit on the requests that are computed together; at least 1."""
     state: Global___ModelState.ValueType

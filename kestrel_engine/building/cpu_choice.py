@@ -1,0 +1,106 @@
+"""What a CPU chooses for a large model where nothing is set: the precision, the threads, and the tiles of an image.
+
+The choice depends on the machine and not on how busy it is, so that answers stay the same after a restart. Only a
+lack of free memory changes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.runtime import RuntimeConfig
+
+if TYPE_CHECKING:
+    from ..checkpoint.open import OpenedModel
+
+LARGE_BYTES = 2**30
+"""Models with fewer bytes in float32 answer within seconds on any CPU, and are computed in float32."""
+MEMORY_SHARE = 0.4
+"""The largest share of the machine's memory for weights that are not rounded. KV cache and other programs need some."""
+
+
+def completed(config: RuntimeConfig, opened: OpenedModel) -> RuntimeConfig:
+    """Returns ``config`` for a CPU, with what it leaves open chosen for a large model.
+
+    A precision that is set stands for exact answers or a trade-off of its own, so that images keep all their tiles.
+    """
+    import torch
+
+    if not is_large(opened):
+        return config
+    threads = config.cpu_threads or min(torch.get_num_threads(), quota() or 2**16)
+    config = replace(config, cpu_threads=threads)
+    if not (config.precision == config.dtype == "auto" and config.weights == "stored"):
+        return config
+    tiles = config.max_crops or threads * (2 if multiplies_bfloat16() else 1)
+    return replace(
+        config,
+        precision=_precision(opened),
+        fp8_gemms="auto",
+        kv_cache_dtype="auto",
+        weights="auto",
+        max_crops=None if tiles >= opened.config.vision.max_crops else tiles,
+    )
+
+
+def is_large(opened: OpenedModel) -> bool:
+    """Whether the model takes seconds to answer on a CPU."""
+    import torch
+
+    cpu = torch.device("cpu")
+    return opened.weight_bytes(torch.float32, cpu, narrow="wide") >= LARGE_BYTES
+
+
+def described(chosen: RuntimeConfig, config: RuntimeConfig) -> str:
+    """Returns what ``chosen`` sets and ``config`` does not, with the flags that override it; empty if there is none."""
+    parts = []
+    if chosen.precision != config.precision:
+        rounded = " (rounds weights to 8 bits)" if chosen.precision == "int8" else ""
+        parts.append(f"--precision {chosen.precision}{rounded}")
+    if chosen.cpu_threads != config.cpu_threads:
+        parts.append(f"--threads {chosen.cpu_threads}")
+    if chosen.max_crops != config.max_crops:
+        parts.append(
+            f"at most {chosen.max_crops} tiles of an image whose request sets no max_crops (all tiles with --precision)"
+        )
+    return f"chosen for this CPU, each flag overrides it: {', '.join(parts)}" if parts else ""
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether torch's products in bfloat16 are faster than those in float32."""
+    import torch
+
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def _precision(opened: OpenedModel) -> str:
+    import torch
+
+    from ..checkpoint.weights.memory import host_available, host_total
+
+    wide = "bfloat16" if multiplies_bfloat16() else "float32"
+    total, available = host_total(), host_available()
+    if total is None or available is None:
+        return wide
+    needed = opened.weight_bytes(getattr(torch, wide), torch.device("cpu"), narrow="stored")
+    return "int8" if needed > min(MEMORY_SHARE * total, available) else wide
+
+
+def quota(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Returns the processors whose time the control groups (version 2) allow, rounded up; None without a limit."""
+    found = []
+    try:
+        group = (proc / "self/cgroup").read_text("utf-8").rpartition("0::/")[2].strip()
+        own = cgroups / group
+        for folder in (own, *own.parents):
+            # In a container, the path may be the host's, which is not mounted.
+            if (limits := folder / "cpu.max").is_file():
+                time, period = limits.read_text("ascii").split()
+                found += [] if time == "max" else [-(-int(time) // int(period))]
+            if folder == cgroups:
+                break
+    except (OSError, ValueError):
+        return None
+    return max(1, min(found)) if found else None

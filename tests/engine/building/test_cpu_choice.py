@@ -1,0 +1,75 @@
+"""What a CPU chooses for a large model, what stays as it was set, and what reports it."""
+
+import pytest
+import torch
+
+from kestrel_engine import ConfigError, RuntimeConfig
+from kestrel_engine.building import cpu_choice
+from kestrel_engine.building.cpu_choice import completed, described, quota
+from kestrel_engine.checkpoint.open import open_model
+from kestrel_engine.checkpoint.weights import memory
+
+GIB = 2**30
+
+
+def chosen(monkeypatch, *, total=32, available=30, bfloat16=True, **settings):
+    """The completed settings of Moondream 2 on a machine with 3 threads."""
+    monkeypatch.setattr(memory, "host_total", lambda: int(total * GIB))
+    monkeypatch.setattr(memory, "host_available", lambda: int(available * GIB))
+    monkeypatch.setattr(cpu_choice, "multiplies_bfloat16", lambda: bfloat16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    config = RuntimeConfig(model="moondream2", random_weights=True, device="cpu", **settings)
+    return config, completed(config, open_model(config))
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "tiles"),
+    [
+        ({}, "bfloat16", 6),
+        ({"bfloat16": False}, "float32", 3),
+        ({"bfloat16": False, "total": 16}, "int8", 3),
+        ({"total": 8, "available": 7}, "int8", 6),
+        ({"available": 3}, "int8", 6),
+    ],
+)
+def test_memory_and_processor_decide(monkeypatch, machine, precision, tiles):
+    config, found = chosen(monkeypatch, **machine)
+    assert (found.precision, found.cpu_threads, found.max_crops) == (precision, 3, tiles)
+    text = described(found, config)
+    for flag in (f"--precision {precision}", "--threads 3", f"at most {tiles} tiles"):
+        assert flag in text
+    assert ("rounds weights" in text) == (precision == "int8")
+
+
+def test_what_is_set_stays(monkeypatch):
+    config, found = chosen(monkeypatch, cpu_threads=7, max_crops=2)
+    assert (found.cpu_threads, found.max_crops) == (7, 2)
+    config, found = chosen(monkeypatch, cpu_threads=7)
+    assert found.max_crops is None, "all tiles of the model"
+    for precision in ("float32", "int4"):
+        config, found = chosen(monkeypatch, precision=precision, total=4, cpu_threads=2)
+        assert found == config
+    config, found = chosen(monkeypatch, dtype="float32", total=4, cpu_threads=2)
+    assert found == config
+    tiny = RuntimeConfig(device="cpu")
+    assert completed(tiny, open_model(tiny)) is tiny
+
+
+def test_the_model_limits_the_tiles_that_are_set():
+    with pytest.raises(ConfigError, match="must be at most 6, the model's own"):
+        open_model(RuntimeConfig(max_crops=13))
+
+
+@pytest.mark.parametrize(
+    ("own", "above", "found"),
+    [("max 100000", "max 100000", None), ("250000 100000", "max 1", 3), ("max 1", "9 10", 1)],
+)
+def test_a_quota_of_processor_time_limits_the_threads(tmp_path, own, above, found):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("1:cpu:/x\n0::/pod/box\n")
+    group = tmp_path / "cgroups/pod/box"
+    group.mkdir(parents=True)
+    (group / "cpu.max").write_text(own)
+    (group.parent / "cpu.max").write_text(above)
+    assert quota(proc=tmp_path, cgroups=tmp_path / "cgroups") == found
+    assert quota(proc=tmp_path / "none", cgroups=tmp_path) is None
