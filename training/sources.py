@@ -49,6 +49,12 @@ def families() -> dict[str, list[str]]:
     return found
 
 
+def word_lists(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The lists of lists.txt in a folder: a line has a name and words that "|" divides."""
+    lines = (folder / "lists.txt").read_text(encoding="utf-8").splitlines()
+    return {name: tuple(words.split("|")) for name, _, words in (s.partition(": ") for s in lines)}
+
+
 def icon_names(file: Path = DOMAINS / "icons" / "names.txt") -> dict[str, list[str]]:
     """The spoken name of every icon, and the names that sets use for it."""
     found = {}

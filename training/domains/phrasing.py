@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from training.domains.picture import NOT_SHOWN, Ask
 from training.scenes.phrases import fill, with_article
+from training.sources import word_lists
 
-_BEFORE = "Please tell me: |Can you tell me |Hello, |Hi! |Please: |Question: |Tell me, |So, ".split(
-    "|"
-)
-_AFTER = (" Thanks!", " Please.", " Answer briefly.", " Thank you.")
-_OFF_TOPIC = (
-    "What is the capital of {p}?|Capital of {p}?|Who is the president of {p}?|How big is {p}?|What is {n} plus {m}?|"
-    "What is {n} times {m}?|{n} + {m}?|Who wrote {b}?|When was {b} published?|How are you?|Tell me a joke.|"
-    "What is your name?|Who are you?|What is the weather like in {p}?|What time is it now?|How do I cook {f}?|"
-    "What does {f} cost in {p}?|Translate {f} to French.|Write a poem about {f}.|How many people live in {p}?|"
-    "Which language do they speak in {p}?|Is {f} healthy?|What is the meaning of life?|How far is it from {p} to {q}?|"
-    "Who won the world cup?|What is the square root of {n}?|Write code that sorts a list.|Where can I buy {f}?|"
-    "How old are you?|What is the speed of light?|Who painted the Mona Lisa?|When did the war end?|Can you sing?"
-)
-_PLACES = (
-    "France Japan Brazil Kenya Norway Canada India Spain Peru Egypt Italy Poland Chile Turkey Berlin London Texas Rome "
-    "China Mexico Ireland Sweden Greece"
-).split()
-_BOOKS = "Hamlet|Dracula|Emma|The Hobbit|Faust|Moby Dick|Dune|Ulysses|The Trial|Carmen".split("|")
-_FOODS = "rice|pasta|bread|soup|cheese|an omelette|coffee|honey|fish|chocolate|beans".split("|")
-FOREIGN = (
-    "dog giraffe person tree horse sandwich zebra elephant guitar banana dinosaur kangaroo bottle face flower knife "
-    "penguin mermaid tractor window teapot violin sheep cow tiger owl wolf shoe hat spoon plate pillow blanket tomato "
-    "onion"
-).split()
+_LISTS = word_lists(Path(__file__).parent)
+_BEFORE, _AFTER, _OFF_TOPIC, _PLACES, _BOOKS, _FOODS, FOREIGN = _LISTS.values()
 
 
 def vary(rng: random.Random, ways: str, **words: str) -> str:
@@ -43,9 +23,9 @@ def vary(rng: random.Random, ways: str, **words: str) -> str:
     elif u < 0.16 and text[:1] != '"':
         text = text[0].lower() + text[1:]
     elif u < 0.20:
-        text = rng.choice(_BEFORE) + text
+        text = f"{rng.choice(_BEFORE)} {text}"
     elif u < 0.22:
-        text += rng.choice(_AFTER)
+        text = f"{text} {rng.choice(_AFTER)}"
     elif u < 0.24 and not quoted:
         text = _mistype(rng, text)
     if rng.random() < 0.12:
@@ -75,7 +55,7 @@ def off_topic(rng: random.Random) -> Ask:
     p, q = rng.sample(_PLACES, 2)
     words = {"p": p, "q": q, "b": rng.choice(_BOOKS), "f": rng.choice(_FOODS)}
     n, m = (str(rng.randint(2, 99)) for _ in range(2))
-    return tell(rng, "off topic", _OFF_TOPIC, NOT_SHOWN, n=n, m=m, **words)
+    return tell(rng, "off topic", "|".join(_OFF_TOPIC), NOT_SHOWN, n=n, m=m, **words)
 
 
 def absent_object(rng: random.Random) -> Ask:

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 from training.domains.screens.pages import FONTS as PAGE_FONTS
 from training.domains.text.words import dictionary
+from training.sources import word_lists
 
-MEASURES = (
-    "Sales|Revenue|Profit|Visitors|Orders|Users|Output|Rainfall|Temperature|Population|Exports|Imports|Budget|Cost|Score|"
-    "Downloads|Votes|Members|Energy use|Speed|Weight|Distance|Price|Production|Attendance|Stock|Calls|Errors|Latency"
-).split("|")
+MEASURES, GROUPS, PLACES, PALETTES = word_lists(Path(__file__).parent).values()
 UNITS = {
     "Temperature": "°C", "Rainfall": "mm", "Weight": "kg", "Distance": "km", "Speed": "km/h", "Latency": "ms",
 }  # fmt: skip
-GROUPS = (
-    "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec",
-    "Mon|Tue|Wed|Thu|Fri|Sat|Sun",
-    "Q1|Q2|Q3|Q4",
-    "North|South|East|West|Centre",
-    "Apples|Pears|Plums|Cherries|Grapes|Melons|Lemons|Figs",
-    "Norway|Sweden|Denmark|Finland|Iceland|Estonia|Latvia|Poland|Spain|Italy|France|Greece|Ireland|Austria",
-    "Oslo|Paris|Rome|Madrid|Berlin|Vienna|Prague|Lisbon|Dublin|Athens|Warsaw|Helsinki",
-    "Books|Games|Music|Films|Toys|Tools|Shoes|Hats|Bags|Lamps",
-    "Red|Blue|Green|Yellow|Black|White|Orange|Purple",
-    "Coal|Gas|Oil|Wind|Solar|Hydro|Nuclear",
-    "Web|Mobile|Desktop|Tablet|Phone|Email|Store",
-    "A|B|C|D|E|F|G|H",
-    "Cats|Dogs|Birds|Fish|Horses|Rabbits|Mice",
-    "Rice|Wheat|Maize|Barley|Oats|Rye|Soy",
-)
-PLACES = (
-    "2023|2024|2025|Plan|Actual|Last year|This year|Team A|Team B|Online|In store|Men|Women|Day|Night"
-).split("|")
-PALETTES = (
-    "#4e79a7 #f28e2b #e15759 #76b7b2 #59a14f #edc948 #b07aa1 #ff9da7 #9c755f #bab0ac",
-    "#1b9e77 #d95f02 #7570b3 #e7298a #66a61e #e6ab02 #a6761d #666666",
-    "#003f5c #58508d #bc5090 #ff6361 #ffa600 #2f9e44 #1c7ed6 #868e96",
-    "#0072b2 #e69f00 #009e73 #cc79a7 #56b4e9 #d55e00 #f0e442 #999999",
-    "#264653 #2a9d8f #e9c46a #f4a261 #e76f51 #8d99ae #6a4c93 #1982c4",
-)
 FONTS = ("sans-serif", "serif", "monospace", *PAGE_FONTS)
 
 
@@ -50,7 +23,7 @@ def make_table(r: random.Random) -> dict[str, Any]:
     ``labels`` name the rows; each of ``series`` has a name and a value for each label. A pie has one series.
     """
     kind = r.choice(("bar", "bar", "bar", "line", "line", "pie", "scatter"))
-    group = r.choice(GROUPS).split("|")
+    group = r.choice(GROUPS).split(",")
     ordered = kind in ("line", "scatter") or r.random() < 0.4
     if r.random() < 0.25:
         first = r.randint(1980, 2018)

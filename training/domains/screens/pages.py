@@ -7,106 +7,22 @@ place is meant. The style sheets are those of npm packages; pages of THEMES_HELD
 from __future__ import annotations
 
 import html
+import json
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
-THEMES = {
-    "bootstrap": "bootstrap/dist/css/bootstrap.min.css",
-    "bulma": "bulma/css/bulma.min.css",
-    "pico": "@picocss/pico/css/pico.min.css",
-    "water-light": "water.css/out/light.min.css",
-    "water-dark": "water.css/out/dark.min.css",
-    "mvp": "mvp.css/mvp.css",
-    "98": "98.css/dist/98.css",
-    "tacit": "tacit-css/dist/tacit-css.min.css",
-    "picnic": "picnic/picnic.min.css",
-    "chota": "chota/dist/chota.min.css",
-    "milligram": "milligram/dist/milligram.min.css",
-    "pure": "purecss/build/pure-min.css",
-    "paper": "papercss/dist/paper.min.css",
-    "marx": "marx-css/css/marx.min.css",
-    "uikit": "uikit/dist/css/uikit.min.css",
-    "spectre": "spectre.css/dist/spectre.min.css",
-    "xp": "xp.css/dist/XP.css",
-    "sakura": "sakura.css/css/sakura.css",
-    "none": "",
-}
+from training.sources import word_lists
+
+# fmt: off
+(ACTIONS, FIELDS, NUMBERS, OPTIONS, SECTIONS, NOUNS, ADJECTIVES, PEOPLE, STATES, FONTS, THEMES_HELD_OUT) = (
+    word_lists(Path(__file__).parent).values()
+)
+# fmt: on
+_THEMES = json.loads((Path(__file__).parent / "themes.json").read_text(encoding="utf-8"))
+THEMES: dict[str, str] = _THEMES["sheets"]
+CLASSES: dict[str, dict[str, list[str]]] = _THEMES["classes"]
 """Theme to style sheet, below node_modules. MIT, except purecss (BSD-3-Clause) and papercss (ISC)."""
-
-THEMES_HELD_OUT = ("spectre", "xp", "sakura")
-
-FONTS = (
-    "inter roboto open-sans lato source-sans-3 noto-sans merriweather work-sans nunito ubuntu ibm-plex-sans fira-sans "
-    "poppins montserrat pt-sans pt-serif roboto-condensed rubik karla dm-sans"
-).split()
-
-CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
-    "bootstrap": {
-        "button": ("btn btn-primary", "btn btn-secondary", "btn btn-outline-dark", "btn btn-danger", "btn btn-success"),
-        "input": ("form-control",), "select": ("form-select",), "table": ("table", "table table-striped"),
-        "card": ("card p-2",),
-    },
-    "bulma": {
-        "button": ("button is-primary", "button is-link", "button", "button is-danger is-light", "button is-dark"),
-        "input": ("input",), "table": ("table", "table is-striped"), "card": ("box",),
-    },
-    "uikit": {
-        "button": ("uk-button uk-button-primary", "uk-button uk-button-default", "uk-button uk-button-danger"),
-        "input": ("uk-input",), "select": ("uk-select",), "table": ("uk-table", "uk-table uk-table-striped"),
-        "card": ("uk-card uk-card-default uk-card-body",), "checkbox": ("uk-checkbox",), "radio": ("uk-radio",),
-    },
-    "spectre": {
-        "button": ("btn btn-primary", "btn", "btn btn-success", "btn btn-error"), "input": ("form-input",),
-        "select": ("form-select",), "table": ("table", "table table-striped"), "card": ("card p-2",),
-    },
-    "pure": {
-        "button": ("pure-button pure-button-primary", "pure-button"),
-        "table": ("pure-table", "pure-table pure-table-bordered"),
-    },
-    "chota": {"button": ("button primary", "button outline", "button dark", "button"), "card": ("card",)},
-    "paper": {"button": ("btn-primary", "btn-secondary", "btn-small"), "card": ("card p-2",)},
-    "picnic": {"button": ("success", "warning", "error", "")},
-    "milligram": {"button": ("button", "button button-outline", "button button-clear")},
-}  # fmt: skip
-
-ACTIONS = (
-    "Sign in|Log out|Register|Save|Save as|Cancel|Delete|Edit|Search|Submit|Send|Reply|Forward|Download|Upload|Print|"
-    "Share|Copy|Paste|Undo|Redo|Next|Back|Continue|Finish|Close|Open|New|Add|Remove|Refresh|Retry|Apply|Reset|"
-    "Sort|Export|Import|Help|About|Settings|Pay now|Add to cart|Checkout|Buy|Subscribe|Follow|Like|Comment|Publish|"
-    "Preview|Archive|Restore|Install|Update|Connect|Start|Stop|Pause|Resume|Accept|Decline|Confirm|Learn more|"
-    "View all|Show details|Hide|Invite|Block|Report|Book now|Compare|Track order|Change password|Forgot password?|"
-    "Create account|Verify|Skip|Done|OK|Yes|No|Enable|Disable|Zoom in|Zoom out|Duplicate|Rename|Move|Select all"
-).split("|")
-FIELDS = (
-    "Name|First name|Last name|Email|Password|Phone|Address|City|Country|Postcode|Company|Username|Website|Date|Time|"
-    "Quantity|Price|Amount|Subject|Message|Title|Card number|Expiry|Language|Currency|Colour|Size|Department|Street|"
-    "Birthday|Account|Reference|Discount code|Project|Version|Host|Port|Width|Height|Weight"
-).split("|")
-NUMBERS = "Quantity Amount Port Width Height Weight Postcode Reference Version Account".split()
-OPTIONS = (
-    "Remember me|Send me news|I agree to the terms|Dark mode|Notifications|Sound|Auto-save|Show hidden files|Gift wrap|"
-    "Express delivery|Two-factor login|Public profile|Location|Bluetooth|Wi-Fi|Airplane mode|Backups|Spell check|"
-    "High contrast|Large text|Vibration|Read receipts|Automatic updates|Share usage data|Private browsing|Captions"
-).split("|")
-SECTIONS = (
-    "Home|Products|Pricing|Contact|Blog|News|Team|Careers|Docs|Support|Dashboard|Orders|Customers|Reports|Messages|"
-    "Calendar|Tasks|Files|Photos|Music|Videos|Profile|Billing|Security|General|Privacy|Shipping|Reviews|Features|FAQ|"
-    "Events|Gallery|Shop|Community|Downloads|Overview|Activity|Inbox|Drafts|Sent|Spam|Trash|Users|Groups|Plans|History"
-).split("|")
-NOUNS = (
-    "apple bread cheese coffee tea lamp chair table desk phone laptop camera watch shoe jacket shirt hat bag bottle "
-    "plate knife garden river mountain city bridge road train ticket hotel flight concert museum novel paper pencil "
-    "brush window door mirror clock radio guitar piano drum violin tent boat bicycle helmet glove scarf ring soap"
-).split()
-ADJECTIVES = (
-    "small large red blue green old new fresh light dark quiet fast slow warm cold bright simple classic modern silver "
-    "golden wooden open daily weekly free local northern western round soft"
-).split()
-PEOPLE = (
-    "Anna Ben Clara David Emma Felix Grace Henry Ida Jonas Karen Liam Maria Noah Olivia Peter Rosa Simon Tara Victor "
-    "Wendy Zoe Adam Bella Carlos Diana Erik Fatima George Hanna Ivan Julia Kofi Lena Marco Nina Oscar Priya Quinn Ravi"
-).split()
-STATES = "Open Closed Paid Pending Shipped Failed Active Draft Done New Late Running".split()
 
 
 @dataclass

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import string
 from functools import cache
+from pathlib import Path
 
 from training.domains.text.fonts import sources
+from training.sources import word_lists
 
 
 @cache
@@ -14,19 +16,7 @@ def dictionary() -> tuple[str, ...]:
     return tuple((sources() / "words.txt").read_text(encoding="utf-8").split())
 
 
-MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
-SHOPS = (
-    "Market Bakery Coffee Books Pharmacy Grill Store Foods Garden Tools Kiosk Deli Cafe Bistro Supermarket Hardware "
-    "Toys Florist"
-).split()
-GOODS = (
-    "Coffee Tea Milk Bread Butter Cheese Apples Bananas Rice Pasta Soup Salad Juice Water Sugar Flour Eggs Ham Chicken "
-    "Beef Fish Onions Potatoes Tomatoes Carrots Yogurt Honey Jam Cake Cookies Chips Candy Soap Shampoo Towel Paper "
-    "Pens Notebook Batteries Lamp Mug Plate Sandwich Burger Pizza Beer Wine Muffin Donut Bagel Latte Espresso Mocha "
-    "Oats Beans Nuts Olives Salt Pepper Oil"
-).split()
+MONTHS, SHOPS, GOODS = word_lists(Path(__file__).parent).values()
 
 
 def word(rng: random.Random) -> str:
