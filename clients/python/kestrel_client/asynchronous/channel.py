@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, ParamSpec, Self, TypeVar
 
 import grpc
@@ -15,7 +15,7 @@ from ..calls.hedging import Hedges
 from ..calls.open_channel import OpenChannel, async_servers
 from ..calls.prepared_call import Method, PreparedCall, Stub, prepare_call
 from ..calls.restoring import Repeats
-from ..calls.streams import AsyncStream, OpenedStream
+from ..calls.streams import AsyncStream, OpenedStream, Reading
 from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 
@@ -116,6 +116,30 @@ class AsyncChannel:
         opened = await self._take()
         stub = opened.stubs[prepared.method.stub]
         return opened.stream(lambda: prepared.open_stream(stub))
+
+    async def messages(
+        self,
+        method: Method,
+        request: Message,
+        read: Callable[[Any], R],
+        timeout: float | None,
+    ) -> AsyncIterator[R]:
+        """What ``read`` makes of the messages of a stream without events. ``timeout``: None for no limit. Raises
+        RpcError."""
+        connection = self._connection
+        handling = {
+            "timeout": None if timeout is None else connection.call_timeout(timeout),
+            "metadata": connection.call_metadata(None, ""),
+        }
+        prepared = PreparedCall(method, request, Reading(read), handling)
+        call = await self._open_stream(prepared)
+        try:
+            async for message in call:
+                yield read(message)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
 
     def frames(
         self,

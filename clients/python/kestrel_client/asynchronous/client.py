@@ -64,13 +64,13 @@ from ..values.tasks import (
     Tasks,
     Turn,
 )
+from .batches import AsyncBatches
 from .channel import AsyncChannel
-from .server_facts import AsyncServerFacts
 
 T = TypeVar("T", bound=Result)
 
 
-class AsyncKestrelClient(AsyncServerFacts):
+class AsyncKestrelClient(AsyncBatches):
     """Talks to Kestrel servers from one event loop. Use it in ``async with``, or call ``await aclose()`` at the end.
 
     ``target``: ``host:port``, ``unix:path`` or any gRPC target; for several servers a list of addresses or

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, Self, TypeVar
 
 import grpc
@@ -16,7 +16,7 @@ from ..calls.hedging import Hedges
 from ..calls.open_channel import OpenChannel, servers
 from ..calls.prepared_call import Method, PreparedCall, Stub, prepare_call
 from ..calls.restoring import Repeats
-from ..calls.streams import OpenedStream, Stream
+from ..calls.streams import OpenedStream, Reading, Stream
 from ..connection import Connection
 from ..errors import RpcError, from_rpc_error
 
@@ -113,6 +113,30 @@ class Channel:
         opened = self._take()
         stub = opened.stubs[prepared.method.stub]
         return opened.stream(lambda: prepared.open_stream(stub))
+
+    def messages(
+        self,
+        method: Method,
+        request: Message,
+        read: Callable[[Any], R],
+        timeout: float | None,
+    ) -> Iterator[R]:
+        """What ``read`` makes of the messages of a stream without events. ``timeout``: None for no limit. Raises
+        RpcError."""
+        connection = self._connection
+        handling = {
+            "timeout": None if timeout is None else connection.call_timeout(timeout),
+            "metadata": connection.call_metadata(None, ""),
+        }
+        prepared = PreparedCall(method, request, Reading(read), handling)
+        call = self._open_stream(prepared)
+        try:
+            for message in call:
+                yield read(message)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
 
     def frames(
         self,

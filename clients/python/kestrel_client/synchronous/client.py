@@ -65,13 +65,13 @@ from ..values.tasks import (
     Tasks,
     Turn,
 )
+from .batches import Batches
 from .channel import Channel
-from .server_facts import ServerFacts
 
 T = TypeVar("T", bound=Result)
 
 
-class KestrelClient(ServerFacts):
+class KestrelClient(Batches):
     """Talks to Kestrel servers. Safe to share between threads. Use it in ``with``, or call ``close()`` at the end.
 
     ``target``: ``host:port``, ``unix:path`` or any gRPC target; for several servers a list of addresses or

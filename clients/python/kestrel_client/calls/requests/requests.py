@@ -8,8 +8,10 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from ..._pb.kestrel.v1 import batch_service_pb2 as batch_pb
 from ..._pb.kestrel.v1 import common_pb2
 from ..._pb.kestrel.v1 import vision_service_pb2 as pb
+from ..._pb.kestrel.v1.batch_service_pb2_grpc import BatchServiceStub
 from ..._pb.kestrel.v1.image_service_pb2_grpc import ImageServiceStub
 from ..._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from ..._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -58,7 +60,7 @@ _EMBEDDING_DTYPES = words(pb.EmbeddingDtype)
 _E = TypeVar("_E")
 _T = TypeVar("_T", bound=Result)
 
-STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, HealthStub)
+STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, BatchServiceStub, HealthStub)
 """Those that the calls of Requests need."""
 
 _ANALYZE = vision_method("Analyze")
@@ -179,6 +181,24 @@ class Requests:
             options=to_handling(options, HandlingOptions),
         )
         return self._prepared(_COUNT, request, token_count, options, image)
+
+    def batched(
+        self,
+        custom_id: str,
+        image: ImageInput | None,
+        tasks: Task | Tasks,
+        options: HandlingOptions,
+    ) -> batch_pb.CreateBatchRequest:
+        """A request of a batch."""
+        if isinstance(tasks, Task):
+            field = kind_of("tasks", tasks).field
+            prepared: Any = self.task(image, tasks, options, HandlingOptions)
+        else:
+            field, prepared = "analyze", self.analyze(cast(ImageInput, image), tasks, options)
+        request = {field: prepared.request}
+        return batch_pb.CreateBatchRequest(
+            request=build(batch_pb.BatchRequest, custom_id=custom_id, **request)
+        )
 
     def frames(
         self,
