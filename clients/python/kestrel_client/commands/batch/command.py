@@ -19,6 +19,7 @@ from ..requests.flags import add_request_flags, request_options
 from ..requests.inputs import IMAGE_HELP
 from .exports import Export, parse_export
 from .journal import Journal
+from .on_server import check_on_server, run_on_server
 from .overlays import Overlays
 from .rows import Row, open_rows
 from .running import Summary, add_running_flags, check_running_flags, run_rows, server_of
@@ -41,6 +42,9 @@ _OUTPUT = """
     --overlays FOLDER  draw each result on its image, finished ones too (needs Pillow)
     --fresh         delete the results that there are
     --retry-failed  run the images again that failed before
+    --on-server     leave the requests with the server (serve --batches), which answers them at low priority, also when
+        this command has ended
+    --batch ID      with --on-server: go on with the batch that this command has left before [a new one]
     --quiet         show no progress
     --json          print the summary as JSON
 """
@@ -71,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
             "give at least one task: --query, --caption, --point, --detect, --segment"
         )
     check_running_flags(args)
+    check_on_server(args)
     exports = [parse_export(text) for text in args.export or ()]
     rows = open_rows(args.words, args.rows or [], args.image_column)
     if not rows:
@@ -93,7 +98,11 @@ def run(args: argparse.Namespace) -> int:
     ) as journal:
         left = [row for row in rows if row.identity not in journal.done]
         summary, before = Summary(), len(rows) - len(left)
-        if left:
+        if left and args.on_server:
+            summary = run_on_server(
+                args, journal, rows, lambda row: _tasks(row, keys, args), options
+            )
+        elif left:
             with server_of(args):
                 summary = run_rows(
                     args,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kestrel_client import (
+    AnalyzeResult,
     AsyncKestrelClient,
     KestrelError,
     OverloadedError,
@@ -127,6 +128,35 @@ class Summary:
     seconds: float = 0.0
     most_in_flight: int = 0
 
+    def add(self, journal: Journal, row: Row, outcome: AnalyzeResult | KestrelError) -> None:
+        """Appends what became of a row to ``journal``. Raises OSError."""
+        line: dict[str, Any] = {"image": row.image}
+        if row.number is not None:
+            line["row"] = row.number
+        if isinstance(outcome, KestrelError):
+            line["error"] = _plain(outcome)
+            self.errors[line["error"]["code"]] += 1
+        else:
+            self.output_tokens += outcome.usage.output_tokens
+            self.errors.update(each.code.name for each in outcome.errors.values())
+            line |= outcome.to_dict()
+        journal.append(line)
+        self.rows += 1
+        self.failed += has_failed(line)
+
+
+def progress_bar(args: argparse.Namespace, total: int, before: int) -> tqdm[Any]:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total,
+        initial=before,
+        unit="image",
+        disable=args.quiet,
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+        dynamic_ncols=True,
+    )
+
 
 def run_rows(
     args: argparse.Namespace,
@@ -145,16 +175,7 @@ def run_rows(
     ``check``: called before the first row. Raises CommandError if the server stays away or refuses the caller, and
     OSError if a result cannot be written.
     """
-    from tqdm import tqdm
-
-    bar = tqdm(
-        total=total,
-        initial=before,
-        unit="image",
-        disable=args.quiet,
-        mininterval=0.2 if sys.stderr.isatty() else 10.0,
-        dynamic_ncols=True,
-    )
+    bar = progress_bar(args, total, before)
 
     async def ask() -> Summary:
         async with open_async_client(args) as client:
@@ -216,10 +237,8 @@ class _Run:
         return left
 
     async def _row(self, row: Row) -> None:
-        line: dict[str, Any] = {"image": row.image}
-        if row.number is not None:
-            line["row"] = row.number
         summary, pause = self.summary, _PAUSE_S
+        outcome: AnalyzeResult | KestrelError
         while True:
             started = time.monotonic()
             try:
@@ -231,8 +250,7 @@ class _Run:
                 raise CommandError(f"{error.message} [{error.code.name}]") from None
             except KestrelError as error:
                 if not _is_passing(error):
-                    line["error"] = _plain(error)
-                    summary.errors[line["error"]["code"]] += 1
+                    outcome = error
                     break
                 waited = time.monotonic() - self.last_success
                 if waited > self.patience_s:
@@ -247,13 +265,9 @@ class _Run:
             else:
                 self.last_success = time.monotonic()
                 self.pace.succeeded()
-                summary.output_tokens += result.usage.output_tokens
-                summary.errors.update(each.code.name for each in result.errors.values())
-                line |= result.to_dict()
+                outcome = result
                 break
-        self.journal.append(line)
-        summary.rows += 1
-        summary.failed += has_failed(line)
+        summary.add(self.journal, row, outcome)
 
 
 def _is_passing(error: KestrelError) -> bool:
