@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 Stub: TypeAlias = Callable[[Any], Any]
 """A class of stubs: called with a channel, it gives an object with one callable for each method."""
 
-Sent: TypeAlias = Message | Callable[[], Iterator[Message]]
+Sent: TypeAlias = Message | Callable[[], Iterator[Message] | AsyncIterator[Message]]
 """The request of a call. For a stream of requests, a function that gives its messages, for each attempt."""
 
 
