@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import Any
 
 import orjson
 
 from .store import LONGEST_ID, MOST_REQUESTS
 
+_MOST_LINES = 2 * MOST_REQUESTS
+"""Empty ones count too."""
 _MOST_ERRORS = 20
 _MOST_VALUES = 20_000
 """Limit on the commas and opening brackets in a line, as of a body by HTTP."""
@@ -20,10 +23,13 @@ def read_requests(
     requests: list[tuple[str, bytes]] = []
     errors: list[dict[str, Any]] = []
     names: set[str] = set()
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
+    # A list of lines may take fifty times the bytes of the file.
+    for number, line in enumerate(BytesIO(content), 1):
         try:
+            if number > _MOST_LINES:
+                raise ValueError(f"the file has more than {_MOST_LINES} lines")
+            if not line.strip():
+                continue
             if len(requests) == MOST_REQUESTS:
                 raise ValueError(f"the file has more than {MOST_REQUESTS} requests")
             name, body = _request(line, endpoint)
@@ -35,7 +41,7 @@ def read_requests(
             errors.append(
                 {"code": "invalid_request", "line": number, "message": str(error), "param": None}
             )
-            if len(errors) == _MOST_ERRORS:
+            if len(errors) == _MOST_ERRORS or number > _MOST_LINES:
                 break
     if not requests and not errors:
         errors.append(

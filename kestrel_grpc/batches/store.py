@@ -32,7 +32,10 @@ MOST_REQUESTS, LONGEST_ID = 50_000, 512
 WINDOW_S = 24 * 3600
 """A batch that has not ended by then expires."""
 _SHARE = 4
-_PAGE_BYTES = 256 * 1024
+_BATCH_BYTES = 16 * 1024
+"""What each batch counts at least, so that a caller has at most some 65,000 of them, however small."""
+_PAGE_BYTES = 64 * 1024
+"""What a reader of a file holds at one time, beside the last line."""
 _DAY_S = 86_400.0
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _LIMITS = ("weight", "minute_tokens", "day_tokens")
@@ -338,10 +341,13 @@ class BatchStore:
             if not stored.rowcount:
                 return
             counter = "completed" if succeeded else "failed"
-            self._db.execute(f"UPDATE batches SET {counter} = {counter} + 1 WHERE id = ?", key[:1])
+            query = f"UPDATE batches SET {counter} = {counter} + 1, bytes = bytes + ? WHERE id = ?"
+            self._db.execute(query, (len(line), key[0]))
             query = "SELECT total - completed - failed FROM batches WHERE id = ?"
             if self._one(query, key[0])[0] == 0:
                 self._end(key[0], "completed")
+            else:
+                self._end_if_full(request)
 
         await self._change(answer)
 
@@ -421,8 +427,10 @@ class BatchStore:
 
     def _check_share(self, owner: str, more: int) -> None:
         """Raises EngineOverloaded if ``more`` bytes exceed the caller's share, or the store."""
+        size = f"bytes + {_BATCH_BYTES} + length(metadata) + length(coalesce(errors, ''))"
         query = (
-            "SELECT (SELECT total(bytes) FROM files {0}) + (SELECT total(bytes) FROM batches {0})"
+            "SELECT (SELECT total(bytes) FROM files {0}) + "
+            f"(SELECT total({size}) FROM batches {{0}})"
         )
         arriving = self._arriving.values()
         own = self._one(query.format("WHERE owner = ?1"), owner)[0]
@@ -434,6 +442,17 @@ class BatchStore:
             raise EngineOverloaded(
                 "the store of batches is full; try again later", retry_after_s=60
             )
+
+    def _end_if_full(self, request: Waiting) -> None:
+        """Ends a batch whose answers exceed the caller's share, or the store: answers may be far longer than the
+        requests."""
+        try:
+            self._check_share(request.owner.name, 0)
+        except EngineOverloaded as full:
+            error = {"code": "store_full", "line": None, "message": str(full), "param": None}
+            self._end(request.batch_id, "failed")
+            query = "UPDATE batches SET errors = ? WHERE id = ?"
+            self._db.execute(query, (json.dumps([error]), request.batch_id))
 
     def _insert_file(
         self, owner: str, purpose: str, name: str, num_bytes: int, *content: Any
@@ -460,10 +479,16 @@ class BatchStore:
                 return content.read(_PAGE_BYTES), at + _PAGE_BYTES
         rows = self._db.execute(
             "SELECT number, line FROM requests WHERE batch_id = ? AND succeeded = ? AND number >= ? "
-            "ORDER BY number LIMIT 100",
+            "ORDER BY number",
             (file["batch_id"], file["succeeded"], at),
-        ).fetchall()
-        return b"".join(row["line"] + b"\n" for row in rows), rows[-1]["number"] + 1 if rows else at
+        )
+        piece = bytearray()
+        for number, line in rows:
+            piece += line + b"\n"
+            at = number + 1
+            if len(piece) >= _PAGE_BYTES:
+                break
+        return bytes(piece), at
 
     def _waiting(self, owner: str, most: int, endpoints: Collection[str]) -> list[Waiting]:
         """Up to ``most`` requests of a caller that nobody answers yet."""

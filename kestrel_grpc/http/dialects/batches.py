@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from email.message import Message
 from typing import Any
@@ -34,6 +35,9 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _METHODS = "/kestrel.v1.BatchService/"
 _FORM = b"multipart/form-data"
 _MOST_PARTS, _LONGEST_NAME, _LONGEST_LIST = 8, 256, 100
+_LONGEST_HEADER = 1024
+"""Limit on the bytes of a header with parameters: Python's email package takes 1.4 s of the event loop for 30 kB of
+semicolons between quotes, and 2 ms for this."""
 BATCH = KnownFields(
     "/v1/batches",
     frozenset({"input_file_id", "endpoint", "completion_window", "metadata"}),
@@ -146,7 +150,7 @@ def _page(scope: Scope) -> tuple[str, int]:
     except ValueError:
         raise InvalidRequest("", "the query has more than 16 fields") from None
     limit = query.get("limit", ["20"])[0]
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _LONGEST_LIST):
+    if not (re.fullmatch("[0-9]{1,9}", limit) and 1 <= int(limit) <= _LONGEST_LIST):
         raise InvalidRequest("limit", f"must be from 1 to {_LONGEST_LIST}, got {limit[:50]!r}")
     return query.get("after", [""])[0], int(limit)
 
@@ -217,7 +221,9 @@ def _uploaded(scope: Scope, body: bytes | bytearray) -> tuple[str, bytes]:
 
 
 def _parameters(value: bytes, name: str) -> dict[str, str]:
-    """The parameters of a header, such as the boundary of a form."""
+    """The parameters of a header, such as the boundary of a form. Raises InvalidRequest."""
+    if len(value) > _LONGEST_HEADER:
+        raise InvalidRequest("", f"the header {name} has more than {_LONGEST_HEADER} bytes")
     message = Message()
     message[name] = value.decode("latin-1").replace("\r", " ").replace("\n", " ")
     pairs = message.get_params(header=name) or []

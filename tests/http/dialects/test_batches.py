@@ -20,6 +20,8 @@ from tests.service.conftest import NO_END, EndlessRuntime, HeldRuntime
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
+SLOW_TO_READ = 'multipart/form-data; boundary="' + ";" * 30_000
+"""Python's email package takes 1.4 s for it."""
 
 
 def lines_of(*bodies: dict[str, Any], url: str = CHAT) -> bytes:
@@ -128,13 +130,15 @@ async def test_what_is_refused(http, tmp_path):
         ({**form, "data": {"purpose": "user_data"}}, "purpose: must be batch"),
         ({**form, "files": {"other": ("a", b"{}")}}, "file: is required"),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "a boundary"),
+        ({"content": b"x", "headers": {"content-type": SLOW_TO_READ}}, "more than 1024 bytes"),
     ):
         response = await client.post("/v1/files", **wrong)
         assert response.status_code == 400 and part in response.json()["error"]["message"]
     failed = await created(client, b'{"custom_id": 1}\n[]\n' + lines_of(question("a"), url="/x"))
     assert failed["status"] == "failed" and failed["failed_at"] >= failed["created_at"]
     assert [each["line"] for each in failed["errors"]["data"]] == [1, 2, 3]
-    assert (await client.get("/v1/batches?limit=0")).status_code == 400
+    for limit in ("0", "101", "0" * 8 + "10000", "0" * 8 + "1" + "0" * 5000):
+        assert (await client.get(f"/v1/batches?limit={limit}")).status_code == 400
 
 
 def test_requests_have_names_of_their_own():
@@ -144,6 +148,8 @@ def test_requests_have_names_of_their_own():
     [many] = read_requests(b'{"a": [' + b"0," * 20_001 + b"0]}", CHAT)[1]
     assert "more than 20000 values" in many["message"]
     assert read_requests(b"\n", CHAT)[1][0]["code"] == "empty_file"
+    [many] = read_requests(b"\n" * 100_001, CHAT)[1]
+    assert "more than 100000 lines" in many["message"]
 
 
 async def test_a_cancelled_batch_keeps_its_answers(http, tmp_path):
@@ -170,6 +176,26 @@ async def test_a_batch_goes_on_after_a_restart(http, tmp_path):
     _, client = await http(server_config=config)
     batch = await ended(client, batch["id"])
     assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+
+
+async def test_answers_and_records_of_batches_count(tmp_path):
+    one = Principal("one", frozenset())
+    store = BatchStore(BatchesConfig(path=str(tmp_path / "a.db"), max_bytes=1 << 20))
+    file = await store.add_file(one, "a", lines_of(*[question("a")] * 9))
+    batch = await store.add_batch(one, NewBatch(CHAT, file["id"], "24h", {}))
+    for request in await store.claim(9):
+        await store.answer(request, b"x" * 60_000, True)
+    batch = await store.batch(one, batch["id"])
+    assert batch["status"] == "failed" and "bytes of files and batches" in batch["errors"]
+    assert (batch["completed"], batch["failed"]) == (5, 4), "what had an answer keeps it"
+    output = [piece async for piece in store.content(one, batch["output_file_id"])]
+    assert [len(piece) for piece in output] == [2 * 60_001] * 2 + [60_001]
+    await store.delete_file(one, batch["output_file_id"])
+    broken = await store.add_file(one, "b", b"{}")
+    with pytest.raises(EngineOverloaded, match="bytes of files and batches"):
+        for _ in range(17):
+            await store.add_batch(one, NewBatch(CHAT, broken["id"], "24h", {}))
+    await store.close()
 
 
 async def test_callers_have_shares_and_see_their_own(tmp_path, monkeypatch):
