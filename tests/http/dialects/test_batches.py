@@ -178,12 +178,23 @@ async def test_a_batch_goes_on_after_a_restart(http, tmp_path):
     assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
 
 
+async def test_a_full_disk_refuses_what_must_be_stored(http, tmp_path, caplog):
+    served, client = await http(server_config=kept_in(tmp_path))
+    db = served.server.batches.store._db
+    db.execute("PRAGMA max_page_count = 30")
+    form = {"files": {"file": ("a", b"x" * 200_000)}, "data": {"purpose": "batch"}}
+    response = await client.post("/v1/files", **form)
+    assert response.status_code == 429 and "is full" in response.json()["error"]["message"]
+    assert response.headers["retry-after"] == "60" and caplog.text == ""
+    await upload(client, b"{}")
+
+
 async def test_answers_and_records_of_batches_count(tmp_path):
     one = Principal("one", frozenset())
     store = BatchStore(BatchesConfig(path=str(tmp_path / "a.db"), max_bytes=1 << 20))
     file = await store.add_file(one, "a", lines_of(*[question("a")] * 9))
-    batch = await store.add_batch(one, NewBatch(CHAT, file["id"], "24h", {}))
-    for request in await store.claim(9):
+    batch = await store.add_batch(one, NewBatch(CHAT, file["id"], "24h", {}), read_requests)
+    for request in await store.claim(9, (CHAT,)):
         await store.answer(request, b"x" * 60_000, True)
     batch = await store.batch(one, batch["id"])
     assert batch["status"] == "failed" and "bytes of files and batches" in batch["errors"]
@@ -194,7 +205,7 @@ async def test_answers_and_records_of_batches_count(tmp_path):
     broken = await store.add_file(one, "b", b"{}")
     with pytest.raises(EngineOverloaded, match="bytes of files and batches"):
         for _ in range(17):
-            await store.add_batch(one, NewBatch(CHAT, broken["id"], "24h", {}))
+            await store.add_batch(one, NewBatch(CHAT, broken["id"], "24h", {}), read_requests)
     await store.close()
 
 
