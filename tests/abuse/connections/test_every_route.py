@@ -117,7 +117,7 @@ async def test_a_stranger_gets_401_from_each_route(http, tmp_path):
     batches = BatchesConfig(path=str(tmp_path / "batches.db"))
     config = {"batches": batches, "security": SecurityConfig(api_key="k" * 40)}
     served, _ = await http(server_config=config)
-    for verb, path, kind in routes(served.server._opened.http._app):
+    for verb, path, _ in routes(served.server._opened.http._app):
         if path not in OPEN and not path.startswith("/page/"):
             request = b"%b %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999\r\n\r\n{"
             said = await answered(served, request % (verb, re.sub("{[^}]*}", "x", path).encode()))
