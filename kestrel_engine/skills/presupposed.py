@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import RequestError
-from ..types.events import EngineResult, FinishReason, ObjectAbsence
+from ..types.events import EngineMetrics, EngineResult, FinishReason, ObjectAbsence
 from ..types.requests import PreparedImage
 from ..types.stream import EngineStream
 from .base import EngineServices
@@ -43,17 +43,7 @@ class Presence:
     def added_to(self, result: EngineResult) -> EngineResult:
         """``result`` with the absences, and with the tokens and crops of the looks."""
         every = [result.metrics, *(each.metrics for each in self.results)]
-        metrics = replace(
-            result.metrics,
-            input_tokens=sum(m.input_tokens for m in every),
-            output_tokens=sum(m.output_tokens for m in every),
-            cached_tokens=sum(m.cached_tokens for m in every),
-            image_tokens=sum(m.image_tokens for m in every),
-            cached_image_tokens=sum(m.cached_image_tokens for m in every),
-            device_time_ms=sum(m.device_time_ms for m in every),
-            encoded_crops=sum(m.encoded_crops for m in every),
-            reused_crops=sum(m.reused_crops for m in every),
-        )
+        metrics = replace(result.metrics, **EngineMetrics.work_of(every))
         looks = len(self.results) // max(1, len(result.images))
         return replace(
             result, metrics=metrics, absences=self.absences, num_looks=result.num_looks + looks

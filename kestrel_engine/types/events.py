@@ -103,6 +103,17 @@ class EngineMetrics:
     total_time_ms: float = 0.0
     """Accepted to finished."""
 
+    @staticmethod
+    def work_of(several: Sequence[EngineMetrics]) -> dict[str, Any]:
+        """The sums of tokens, crops and device time of several requests, by field."""
+        return {name: sum(getattr(each, name) for each in several) for name in _WORK}
+
+
+_WORK = (
+    *("input_tokens", "image_tokens", "output_tokens", "reasoning_tokens", "cached_tokens"),
+    *("cached_image_tokens", "encoded_crops", "reused_crops", "device_time_ms"),
+)
+
 
 class ObjectAbsence(NamedTuple):
     """The probability in [0, 1] that no image of a request shows an object."""
