@@ -123,21 +123,6 @@ async def test_requests_by_kserve_and_http_are_captured_as_what_they_became(serv
     assert asked == {f"{service}/Query": "what?", f"{service}/StreamQuery": "why?"}
 
 
-async def test_images_where_both_allow_it_also_those_named_by_id(serve, tmp_path):
-    served = await serve(server_config=config(tmp_path, capture_images=True))
-    admin = Admin(served)
-    kept = await served.vision.Query(query(raw_image()), metadata=METADATA)
-    await admin.StartCapture(images=True)
-    await fail(served, query(raw_image()), "StreamQuery")
-    by_id = common_pb2.Image(image_id=id_of(kept))
-    await fail(served, query(by_id))
-    await files(admin)
-    streamed, named = sorted(read(tmp_path), key=lambda told: told["method"], reverse=True)
-    (sent,) = streamed["request"]["images"]
-    assert named["request"]["images"][0]["raw"]["data"] == sent["raw"]["data"]
-    assert streamed["images_left_out"] == []
-
-
 async def test_a_image_by_id_is_there_though_it_was_deleted_meanwhile(serve, tmp_path):
     served = await serve(EndlessRuntime(), server_config=config(tmp_path, capture_images=True))
     admin = Admin(served)
@@ -275,18 +260,6 @@ async def test_an_upload_that_stalls_is_captured_with_what_came(serve, tmp_path)
 
     await outlived(captured, lambda told: told and came(told) == 2000, 0.5)
     stalled.set()
-
-
-async def test_deadlines_count(serve, tmp_path):
-    served, admin = await capturing(serve, tmp_path, EndlessRuntime())
-    late = query(max_tokens=NO_END)
-    told = await served.overdue(
-        lambda timeout: served.vision.Query(late, metadata=METADATA, timeout=timeout)
-    )
-    assert told.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: not served.server.guard.admission.calls)
-    await files(admin)
-    assert {captured["code"] for captured in read(tmp_path)} == {"DEADLINE_EXCEEDED"}
 
 
 @pytest.mark.parametrize("bounds", [{"capture_max_files": 1}, {"capture_max_bytes": 4500}])
