@@ -25,10 +25,12 @@ _log = logging.getLogger(__name__)
 
 Form = Literal["bf16", "int8", "int4"]
 
-MOST_ROWS = {"bf16": 4, "int8": 8, "int4": 8}
-"""The rows of one call. With more rows in bfloat16, torch is as fast."""
+MOST_ROWS = 8
+"""The rows of one call. With more rows in bfloat16, torch is faster."""
 SMALL = 1 << 18
 """Bytes or numbers of a weight below which torch's product costs no more time."""
+_AT_ONCE = 4
+"""Rows of W that a thread multiplies with several rows of x, which it then reads less often from its caches."""
 _GROUPS = (128, 64)
 """Of ``x`` beside int8: the first that divides K. Beside int4, the weight's own groups are used."""
 
@@ -36,6 +38,8 @@ _GROUPS = (128, 64)
 def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:
     """Returns the group of ``x`` for a weight, or None if the weight can't be multiplied here."""
     k = weight.shape[-1] * (2 if form == "int4" else 1)
+    if len(weight) % _AT_ONCE:
+        return None
     if form == "bf16":
         return 32 if k % 32 == 0 else None
     if form == "int8":
@@ -47,27 +51,34 @@ def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:
     return group if fits else None
 
 
-def product(form: Form, x: Tensor, weight: Tensor, scales: Tensor | None, group: int) -> Tensor:
-    """Returns ``x @ W.T`` [rows, N] in float32, for at most 16 rows of ``x`` [rows, K] in bfloat16.
+def product(
+    form: Form,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    group: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Returns ``x @ W.T + bias`` [rows, N] in float32, for at most 16 rows of ``x`` [rows, K] in bfloat16.
 
-    ``group``: what `group_of` returned. `available` must have returned True.
+    ``bias``: [N] in bfloat16. ``group``: what `group_of` returned. `available` must have returned True.
     """
     rows, k, n = len(x), x.shape[-1], len(weight)
     y = x.new_empty(rows, n, dtype=torch.float32)
     x = x.contiguous() if form == "bf16" else x.float()
-    most = MOST_ROWS[form]
-    for first in range(0, rows, most):
-        some = x[first : first + most]
+    for first in range(0, rows, MOST_ROWS):
+        some = x[first : first + MOST_ROWS]
         compiled_rows = 1 << (len(some) - 1).bit_length()
         if compiled_rows > len(some):
             some = torch.cat([some, some.new_zeros(compiled_rows - len(some), k)])
-        out = y[first : first + most]
+        out = y[first : first + MOST_ROWS]
         into = out if len(out) == compiled_rows else y.new_empty(compiled_rows, n)
         rounded = x.new_empty(compiled_rows, k, dtype=torch.int8)
         steps = y.new_empty(2, compiled_rows, k // group + 1)
-        _compiled(form, compiled_rows, group)(
+        _compiled(form, compiled_rows, group, bias is not None)(
             weight.data_ptr(),
             0 if scales is None else scales.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
             some.data_ptr(),
             rounded.data_ptr(),
             steps[0].data_ptr(),
@@ -98,8 +109,8 @@ def available() -> bool:
 
 
 @cache
-def _compiled(form: Form, rows: int, group: int) -> Callable[..., None]:
-    return host_code.compiled(_Code(form, rows, group, host_code.features()))
+def _compiled(form: Form, rows: int, group: int, biased: bool) -> Callable[..., None]:
+    return host_code.compiled(_Code(form, rows, group, biased, host_code.features()))
 
 
 def _int8_width(features: Mapping[str, bool]) -> int:
@@ -122,11 +133,15 @@ def _bfloat() -> Any:
 class _Code(host_code.Code):
     """Each thread computes its rows of W."""
 
-    arguments = "weight", "scales", "x", "rounded", "steps", "sums", "y", "n", "k"
+    arguments = "weight", "scales", "bias", "x", "rounded", "steps", "sums", "y", "n", "k"
 
-    def __init__(self, form: Form, rows: int, group: int, features: Mapping[str, bool]) -> None:
+    def __init__(
+        self, form: Form, rows: int, group: int, biased: bool, features: Mapping[str, bool]
+    ) -> None:
         super().__init__(f"{form}_{rows}_{group}")
-        self._form, self._rows, self._group = form, rows, group
+        self._form, self._rows, self._group, self._biased = form, rows, group, biased
+        # Fewer registers hold the sums of one row of W only.
+        self._at_once = _AT_ONCE if rows > 1 and features.get("avx512f") else 1
         self._has_bf16 = bool(features.get("avx512bf16"))
         self._has_int8 = _int8_width(features)
 
@@ -137,35 +152,54 @@ class _Code(host_code.Code):
     def _share(self) -> None:
         """A thread's part of ``y``: a row of W after the other, because that is how memory is read fastest."""
         b, long = self._b, self._long
-        n = self._size("n")
-        first, end = self._part(n)
+        n, at_once = self._size("n"), long(self._at_once)
+        first, end = (b.mul(row, at_once) for row in self._part(b.sdiv(n, at_once)))
         fill = {"bf16": self._sum_bf16, "int8": self._sum_int8, "int4": self._sum_int4}[self._form]
-        with self._loop(first, end, 1) as row:
-            totals = [self._variable(self._floats) for _ in range(self._rows)]
-            fill(row, totals)
-            for r, total in enumerate(totals):
-                place = self._at("y", b.add(b.mul(long(r), n), row), self._float)
-                b.store(self._result(total, row, r), place)
+        with self._loop(first, end, self._at_once) as row:
+            rows = [b.add(row, long(i)) for i in range(self._at_once)]
+            totals = [[self._variable(self._floats) for _ in rows] for _ in range(self._rows)]
+            fill(rows, totals)
+            for r, of_x in enumerate(totals):
+                for row, total in zip(rows, of_x, strict=True):
+                    place = self._at("y", b.add(b.mul(long(r), n), row), self._float)
+                    b.store(self._result(total, row, r), place)
 
     def _result(self, total: Any, row: Any, r: int) -> Any:
         b = self._b
         y = self._sum(b.load(total, typ=self._floats))
-        if self._form != "int8":
-            return y
-        # The weights were read as w + 128.
-        sum_of_x = self._load("sums", b.add(self._row_of_groups(r), self._groups()), self._float)
-        scale = b.shl(b.zext(self._load("scales", row, self._half), self._word), self._word(16))
-        y = b.fsub(y, b.fmul(sum_of_x, self._float(128.0)))
-        return b.fmul(y, b.bitcast(scale, self._float))
+        if self._form == "int8":
+            # The weights were read as w + 128.
+            place = b.add(self._row_of_groups(r), self._groups())
+            y = b.fsub(y, b.fmul(self._load("sums", place, self._float), self._float(128.0)))
+            y = b.fmul(y, self._bfloat_at("scales", row))
+        return y if not self._biased else b.fadd(y, self._bfloat_at("bias", row))
 
-    def _sum_bf16(self, row: Any, totals: list[Any]) -> None:
+    def _bfloat_at(self, name: str, index: Any) -> Any:
+        """A number in bfloat16, as a float."""
+        b = self._b
+        bits = b.shl(b.zext(self._load(name, index, self._half), self._word), self._word(16))
+        return b.bitcast(bits, self._float)
+
+    def _sum_bf16(self, rows: list[Any], totals: list[list[Any]]) -> None:
         b, halves = self._b, self._vector(self._half, 32)
         k = self._size("k")
         with self._loop(self._long(0), k, 32) as at:
-            w = self._load("weight", b.add(b.mul(row, k), at), halves)
-            for r, total in enumerate(totals):
+            ws = [self._weights(b.add(b.mul(row, k), at), halves) for row in rows]
+            for r, of_x in enumerate(totals):
                 x = self._load("x", b.add(b.mul(self._long(r), k), at), halves)
-                b.store(self._products_of_bf16(b.load(total, typ=self._floats), w, x), total)
+                for w, total in zip(ws, of_x, strict=True):
+                    b.store(self._products_of_bf16(b.load(total, typ=self._floats), w, x), total)
+
+    def _weights(self, at: Any, kind: Any) -> Any:
+        """Reads 64 bytes of W, and has the same bytes of the rows that follow fetched to the second cache."""
+        b = self._b
+        ahead = b.mul(self._size("k"), self._long(self._at_once))
+        if self._form == "int4":
+            ahead = b.sdiv(ahead, self._long(2))
+        fetch = self._known("llvm.prefetch.p0", self._none, self._pointer, *[self._word] * 3)
+        place = self._at("weight", b.add(at, ahead), kind.element)
+        b.call(fetch, [place, *(self._word(number) for number in (0, 2, 1))])
+        return self._load("weight", at, kind)
 
     def _products_of_bf16(self, total: Any, w: Any, x: Any) -> Any:
         b = self._b
@@ -178,49 +212,62 @@ class _Code(host_code.Code):
         total = self._fma(self._low_halves(w), self._low_halves(x), total)
         return self._fma(self._high_halves(w), self._high_halves(x), total)
 
-    def _sum_int8(self, row: Any, totals: list[Any]) -> None:
+    def _sum_int8(self, rows: list[Any], totals: list[list[Any]]) -> None:
         b, long, bytes_ = self._b, self._long, self._vector(self._byte, 64)
         k = self._size("k")
         flip = self._ir.Constant(bytes_, [-128] * 64)
         with self._loop(long(0), self._groups(), 1) as group:
             first = b.mul(group, long(self._group))
             ws = [
-                b.xor(
-                    self._load("weight", b.add(b.add(b.mul(row, k), first), long(i)), bytes_), flip
-                )
-                for i in range(0, self._group, 64)
+                [
+                    b.xor(self._weights(b.add(begin, long(i)), bytes_), flip)
+                    for i in range(0, self._group, 64)
+                ]
+                for begin in (b.add(b.mul(row, k), first) for row in rows)
             ]
-            for r, total in enumerate(totals):
+            for r, of_x in enumerate(totals):
                 step = self._load("steps", b.add(self._row_of_groups(r), group), self._float)
-                self._add(total, self._dot_of_group(ws, group, r), step)
+                for its, total in zip(ws, of_x, strict=True):
+                    self._add(total, self._dot_of_group(its, group, r), step)
 
-    def _sum_int4(self, row: Any, totals: list[Any]) -> None:
+    def _sum_int4(self, rows: list[Any], totals: list[list[Any]]) -> None:
         b, long, bytes_ = self._b, self._long, self._vector(self._byte, 64)
         low, four = (self._ir.Constant(bytes_, [number] * 64) for number in (15, 4))
         groups, half = self._groups(), b.sdiv(self._size("k"), long(2))
         with self._loop(long(0), groups, 2) as group:
-            first = b.add(b.mul(row, half), b.mul(group, long(self._group // 2)))
-            packed = [
-                self._load("weight", b.add(first, long(i)), bytes_)
-                for i in range(0, self._group, 64)
-            ]
-            place = b.add(b.mul(row, groups), group)
-            pair = self._load("scales", place, self._vector(self._word, 2))
+            packed, scales = [], []
+            for row in rows:
+                first = b.add(b.mul(row, half), b.mul(group, long(self._group // 2)))
+                packed.append(
+                    [
+                        self._weights(b.add(first, long(i)), bytes_)
+                        for i in range(0, self._group, 64)
+                    ]
+                )
+                place = b.add(b.mul(row, groups), group)
+                scales.append(self._load("scales", place, self._vector(self._word, 2)))
             for which in range(2):
-                ws = [b.and_(p, low) if which else b.lshr(p, four) for p in packed]
-                scale = b.shl(b.extract_element(pair, self._word(which)), self._word(16))
                 its = b.add(group, long(which))
-                for r, total in enumerate(totals):
+                ws = [[b.and_(p, low) if which else b.lshr(p, four) for p in ps] for ps in packed]
+                of_ws = [
+                    b.bitcast(
+                        b.shl(b.extract_element(pair, self._word(which)), self._word(16)),
+                        self._float,
+                    )
+                    for pair in scales
+                ]
+                for r, of_x in enumerate(totals):
                     step = self._load("steps", b.add(self._row_of_groups(r), its), self._float)
-                    step = b.fmul(b.bitcast(scale, self._float), step)
-                    self._add(total, self._dot_of_group(ws, its, r), step)
+                    for w, scale, total in zip(ws, of_ws, of_x, strict=True):
+                        self._add(total, self._dot_of_group(w, its, r), b.fmul(scale, step))
         # Minus the zero points' part, for 16 groups at a time.
         with self._loop(long(0), groups, LANES) as group:
-            pairs = self._load("scales", b.add(b.mul(row, groups), group), self._words)
-            offset = b.fneg(b.fmul(self._low_halves(pairs), self._high_halves(pairs)))
-            for r, total in enumerate(totals):
-                x = self._load("sums", b.add(self._row_of_groups(r), group), self._floats)
-                b.store(self._fma(offset, x, b.load(total, typ=self._floats)), total)
+            for i, row in enumerate(rows):
+                pairs = self._load("scales", b.add(b.mul(row, groups), group), self._words)
+                offset = b.fneg(b.fmul(self._low_halves(pairs), self._high_halves(pairs)))
+                for r, of_x in enumerate(totals):
+                    x = self._load("sums", b.add(self._row_of_groups(r), group), self._floats)
+                    b.store(self._fma(offset, x, b.load(of_x[i], typ=self._floats)), of_x[i])
 
     def _dot_of_group(self, ws: list[Any], group: Any, r: int) -> Any:
         """Returns 16 whole numbers, whose sum is the product of a group of row ``r`` with ``ws``, unsigned bytes."""

@@ -42,9 +42,8 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
     """
     rows = x.numel() // x.shape[-1]
     if rows <= FEW_ROWS and weight.device.type == "cpu":
-        y = _few(x.reshape(rows, -1), weight, scales)
+        y = _few(x.reshape(rows, -1), weight, scales, bias)
         if y is not None:
-            y = y if bias is None else y.add_(bias)
             return y.to(x.dtype).view(*x.shape[:-1], -1)
     if scales is None:
         return F.linear(x, weight, bias)
@@ -61,11 +60,11 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
     return y if bias is None else y.add_(bias)
 
 
-def _few(x: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor | None:
-    """Returns ``x @ W.T`` [rows, N] in float32 for ``x`` [rows, K], or None if torch's product is to be used."""
+def _few(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Returns ``x @ W.T + bias`` [rows, N] in float32 for ``x`` [rows, K], or None if torch's product is to be used."""
     if weight.dtype == torch.bfloat16 == x.dtype:
         form: few_rows.Form = "bf16"
-        if len(x) > few_rows.MOST_ROWS[form]:
+        if len(x) > few_rows.MOST_ROWS:
             return None
     elif weight.dtype == torch.int8:
         form = "int8"
@@ -76,7 +75,11 @@ def _few(x: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor | None:
     if weight.numel() < few_rows.SMALL or torch.is_grad_enabled() or not few_rows.available():
         return None
     group = few_rows.group_of(form, weight, scales)
-    return None if group is None else few_rows.product(form, x, weight, scales, group)
+    if group is None:
+        return None
+    if bias is None or bias.dtype == torch.bfloat16:
+        return few_rows.product(form, x, weight, scales, group, bias)
+    return few_rows.product(form, x, weight, scales, group).add_(bias)
 
 
 def _is_of_torch(weight: Tensor) -> bool:
