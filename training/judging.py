@@ -196,11 +196,7 @@ def gallery(judged: Sequence[Judged], count: int = 20) -> Image.Image:
 
 def main() -> None:
     p = argparse.ArgumentParser()
-    p.add_argument(
-        "model",
-        type=Path,
-        help="checkpoint pieces, or a model that the engine loads",
-    )
+    p.add_argument("model", type=Path, help="checkpoint pieces, or a model that the engine loads")
     p.add_argument("out", type=Path, help="folder for figures.json, answers.txt and gallery.png")
     p.add_argument("--each", type=int, default=24, help="pictures of a domain")
     p.add_argument("--domains", nargs="+", default=list(DOMAINS))
