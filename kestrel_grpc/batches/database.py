@@ -33,4 +33,6 @@ def open_database(path: str) -> sqlite3.Connection:
     for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
         db.execute(f"PRAGMA {pragma}")
     db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+    if "off_peak" not in {row["name"] for row in db.execute("PRAGMA table_info(batches)")}:
+        db.execute("ALTER TABLE batches ADD COLUMN off_peak INTEGER NOT NULL DEFAULT 0")
     return db

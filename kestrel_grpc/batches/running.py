@@ -21,6 +21,8 @@ EXPIRE_EVERY_S = 60.0
 _RETRY_S = 1.0
 """A caller whose request the server refused, because it is busy, waits so long."""
 _LOOK_S = 1.0
+OFF_PEAK_S = 60.0
+"""It is off-peak if no other call has asked a model for so long."""
 
 
 class BatchRunner:
@@ -36,12 +38,17 @@ class BatchRunner:
         """The tasks, with the batches of their requests."""
         self._paused: dict[str, float] = {}
         """The callers who wait, and until when."""
+        self._called_at = clock.now()
         self._wake = asyncio.Event()
         self._is_closed = False
 
     def wake(self) -> None:
         """There is a new batch."""
         self._wake.set()
+
+    def note_call(self) -> None:
+        """A call, which is no request of a batch, asks a model."""
+        self._called_at = clock.now()
 
     def cancel(self, batch_id: str) -> None:
         """Ends the computation for a batch that has ended."""
@@ -87,7 +94,8 @@ class BatchRunner:
         now = clock.now()
         self._paused = {owner: until for owner, until in self._paused.items() if until > now}
         most = self._at_once - len(self._running)
-        for request in await self.store.claim(most, self.forms, self._paused):
+        quiet = now - self._called_at >= OFF_PEAK_S
+        for request in await self.store.claim(most, self.forms, self._paused, is_off_peak=quiet):
             answer = self.calls.answer(request, self.forms[request.endpoint])
             task = asyncio.create_task(self._serve(request, answer))
             self._running[task] = request.batch_id

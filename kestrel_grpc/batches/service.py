@@ -192,7 +192,9 @@ class _NewBatch:
                 ("info", "total_requests"),
                 f"is {info.total_requests}, but {total} requests arrived; the batch is incomplete",
             )
-        return await self._store.start_batch(self.arriving, NewBatch(ENDPOINT))
+        return await self._store.start_batch(
+            self.arriving, NewBatch(ENDPOINT, off_peak=info.off_peak)
+        )
 
     async def _store_held(self) -> None:
         held, self._held, self._num_bytes = self._held, [], 0
@@ -270,6 +272,7 @@ def _batch(stored: dict[str, Any]) -> pb.Batch:
         end_time=time("ended_at"),
         delete_time=time("kept_until"),
         endpoint=stored["endpoint"],
+        off_peak=bool(stored["off_peak"]),
     )
 
 

@@ -63,6 +63,8 @@ class NewBatch:
     input_file_id: str = ""
     completion_window: str = "24h"
     metadata: dict[str, str] = field(default_factory=dict)
+    off_peak: bool = False
+    """As of ``claim``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -315,10 +317,15 @@ class BatchStore:
     # Answering
 
     async def claim(
-        self, most: int, endpoints: Collection[str], paused: Collection[str] = ()
+        self,
+        most: int,
+        endpoints: Collection[str],
+        paused: Collection[str] = (),
+        *,
+        is_off_peak: bool = True,
     ) -> list[Waiting]:
         """Up to ``most`` requests to ``endpoints`` to answer next, callers in turn, the oldest batch of each first.
-        ``paused``: callers without a turn."""
+        ``paused``: callers without a turn. ``is_off_peak``: also of batches that wait for that."""
         if most <= 0:
             return []
         owners = (
@@ -328,7 +335,7 @@ class BatchStore:
 
         def claim() -> list[Waiting]:
             names = [row[0] for row in self._db.execute(owners, (*paused,)).fetchall()]
-            lists = [self._waiting(name, most, endpoints) for name in names]
+            lists = [self._waiting(name, most, endpoints, is_off_peak) for name in names]
             turns = chain.from_iterable(zip_longest(*lists))
             found = [each for each in turns if each is not None][:most]
             self._claimed.update(each[:2] for each in found)
@@ -406,7 +413,7 @@ class BatchStore:
     def _insert_batch(self, batch: Arriving, asked: NewBatch, errors: list[dict[str, Any]]) -> None:
         now, owner = int(clock.wall()), batch.owner
         self._db.execute(
-            "INSERT INTO batches VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0,NULL,NULL)",
+            "INSERT INTO batches VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0,NULL,NULL,?)",
             (
                 *(batch.batch_id, owner.name, _caller(owner)),
                 "failed" if errors else "in_progress",
@@ -414,6 +421,7 @@ class BatchStore:
                 *(json.dumps(asked.metadata), json.dumps(errors) if errors else None),
                 *(now, now if errors else None, now + WINDOW_S, self._kept_until(now)),
                 *((0, 0) if errors else (batch.bytes, batch.total)),
+                asked.off_peak,
             ),
         )
 
@@ -498,13 +506,15 @@ class BatchStore:
                 break
         return bytes(piece), at
 
-    def _waiting(self, owner: str, most: int, endpoints: Collection[str]) -> list[Waiting]:
+    def _waiting(
+        self, owner: str, most: int, endpoints: Collection[str], is_off_peak: bool
+    ) -> list[Waiting]:
         """Up to ``most`` requests of a caller that nobody answers yet."""
         found: list[Waiting] = []
         batches = self._db.execute(
             "SELECT id, endpoint, caller FROM batches WHERE owner = ? AND ended_at IS NULL "
-            f"AND endpoint IN ({_places(endpoints)}) ORDER BY created_at, id",
-            (owner, *endpoints),
+            f"AND off_peak <= ? AND endpoint IN ({_places(endpoints)}) ORDER BY created_at, id",
+            (owner, is_off_peak, *endpoints),
         ).fetchall()
         for batch in batches:
             caller = Principal(owner, frozenset({Scope.INFER}), **json.loads(batch["caller"]))

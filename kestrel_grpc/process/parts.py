@@ -20,6 +20,7 @@ from ..monitoring.audit import AuditLog
 from ..monitoring.call_records import CallRecords
 from ..security.admission.guard import Guard
 from ..security.budget_file import BudgetFile
+from ..security.identity.principal import Principal
 from ..served_model import ServedModel, ServedModels
 from ..service_names import (
     ADMIN_SERVICE,
@@ -64,7 +65,7 @@ class ServerParts:
         worker = config.telemetry.worker
         audit = None if config.audit_log is None else AuditLog(config.audit_log, worker)
         self.guard = guard = Guard(
-            *(config.security, config.max_message_bytes, served.check_room, tcp_ports),
+            *(config.security, config.max_message_bytes, self._check_room, tcp_ports),
             check_audit=None if audit is None else audit.check,
         )
         self.records = CallRecords(config, served, audit)
@@ -92,6 +93,12 @@ class ServerParts:
             store = BatchStore(config.batches)
             self.batches = batches = BatchRunner(store, config.batches.at_once)
             self._side_tasks.append(SideTask(batches.run, batches.close))
+
+    def _check_room(self, principal: Principal) -> None:
+        """As of Guard."""
+        if self.batches is not None:
+            self.batches.note_call()
+        self.served.check_room(principal)
 
     def _services(self, images: RequestImages) -> HttpServices:
         config, served = self._config, self.served

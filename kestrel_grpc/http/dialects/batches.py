@@ -40,7 +40,7 @@ _LONGEST_HEADER = 1024
 semicolons between quotes, and 2 ms for this."""
 BATCH = KnownFields(
     "/v1/batches",
-    frozenset({"input_file_id", "endpoint", "completion_window", "metadata"}),
+    frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "off_peak"}),
     ignored=frozenset({"output_expires_after"}),
     is_strict=True,
 )
@@ -167,6 +167,7 @@ def _batch(stored: Mapping[str, Any]) -> dict[str, Any]:
         **{name: stored[name] for name in (*kept, "error_file_id", "created_at", "expires_at")},
         **dict.fromkeys(names),
         "object": "batch",
+        "off_peak": bool(stored["off_peak"]),
         "in_progress_at": None if status == "failed" else stored["created_at"],
         f"{status}_at": stored["ended_at"] or stored["created_at"],
         "errors": errors and {"object": "list", "data": orjson.loads(errors)},
@@ -187,7 +188,10 @@ def _new_batch(fields: Fields) -> NewBatch:
         raise InvalidRequest("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
     if window != "24h":
         raise InvalidRequest("completion_window", f"must be 24h, got {window[:50]!r}")
-    return NewBatch(endpoint, fields.text("input_file_id"), window, metadata_of(fields))
+    return NewBatch(
+        *(endpoint, fields.text("input_file_id"), window, metadata_of(fields)),
+        fields.flag("off_peak"),
+    )
 
 
 def _uploaded(scope: Scope, body: bytes | bytearray) -> tuple[str, bytes]:

@@ -112,12 +112,15 @@ async def test_a_batch_answers_as_its_path_does(http, tmp_path, monkeypatch):
 async def test_what_is_refused(http, tmp_path):
     _, client = await http(server_config=kept_in(tmp_path))
     file_id = await upload(client, lines_of(question("Why?")))
+    off_peak = {"input_file_id": file_id, "endpoint": CHAT, "off_peak": True}
+    assert (await client.post("/v1/batches", json=off_peak)).json()["off_peak"] is True
     valid = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
     for asked, part in (
         ({**valid, "endpoint": "/v1/query"}, "endpoint: must be one of"),
         ({**valid, "completion_window": "1h"}, "completion_window: must be 24h"),
         ({**valid, "metadata": {"a": 1}}, "metadata.a: must be a text"),
         ({**valid, "model": "x"}, "model: is unknown"),
+        ({**valid, "off_peak": "yes"}, "off_peak: "),
         ({**valid, "input_file_id": "file-1"}, "input_file_id: you have no file"),
     ):
         response = await client.post("/v1/batches", json=asked)

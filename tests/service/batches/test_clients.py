@@ -137,6 +137,8 @@ def test_flags_that_do_not_fit(tmp_path, capsys):
     words = ["batch", "a.png", "--caption", "short", "--output", str(tmp_path / "a.jsonl")]
     for flags, part in (
         (["--batch", "batch_1"], "--batch: needs --on-server"),
+        (["--off-peak"], "--off-peak: needs --on-server"),
+        (["--on-server", "--off-peak", "--batch", "batch_1"], "made already"),
         (["--on-server", "--in-process"], "keeps no batch"),
         (["--on-server", "--server", "a:1,b:2"], "needs one --server"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from kestrel_client._pb.kestrel.v1 import batch_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as vision_pb
 from kestrel_client._pb.kestrel.v1.batch_service_pb2_grpc import BatchServiceStub
+from kestrel_grpc.batches import running
 from kestrel_grpc.batches import store as batch_store
 from kestrel_grpc.settings.batches import BatchesConfig
 from tests.service.conftest import NO_END, EndlessRuntime, HeldRuntime, Served, raw_image
@@ -245,3 +247,55 @@ async def test_a_server_without_batches_says_so(serve):
     told = await failure(Batches(served).get("batch_1"))
     assert told.code is grpc.StatusCode.FAILED_PRECONDITION
     assert told.reason == "BATCHES_NOT_TAKEN" and "--batches" in told.message
+
+
+async def test_an_off_peak_batch_waits_until_nobody_calls(
+    moved_clock, serve, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(running, "OFF_PEAK_S", 3600)  # More than the test takes.
+    served = await serve(server_config=kept_in(tmp_path))
+    batches = Batches(served)
+    info = pb.CreateBatchRequest(info={"off_peak": True})
+
+    async def waits(rows: list[pb.CreateBatchRequest]) -> pb.Batch:
+        """An off-peak batch that has no result when a later one of the same caller has all of its own."""
+        waiting = await batches.create([info, *rows])
+        assert waiting.off_peak
+        other = await batches.create(rows)
+        assert len(await batches.results(other.batch_id)) == len(rows)
+        assert (await batches.get(waiting.batch_id)).completed_requests == 0
+        return waiting
+
+    first = await waits(rows_of("a", "b"))
+    moved_clock.advance(3601)
+    assert len(await batches.results(first.batch_id)) == 2
+    await served.vision.Query(question("c"))
+    second = await waits(rows_of("d"))
+    moved_clock.advance(3601)
+    await batches.get(second.batch_id)  # Asks no model.
+    assert len(await batches.results(second.batch_id)) == 1
+
+
+async def test_what_a_batch_takes_is_its_callers_usage(serve, tmp_path):
+    tokens = TokenFile(tmp_path / "tokens")
+    one, other = tokens.add("one"), tokens.add("other")
+    (tmp_path / "usage").mkdir()
+    text = tokens.path.read_text().replace(" infer ", " infer day=1000000 ")
+    tokens.path.write_text(text)
+    config = {**tokens.config(), "usage_log": str(tmp_path / "usage"), **kept_in(tmp_path)}
+    served = await serve(server_config=config)
+    for token, texts in ((one, "abc"), (other, "d")):
+        batches = Batches(served, bearer(token))
+        batch = await batches.create(rows_of(*texts))
+        used = [each.query.usage for each in await batches.results(batch.batch_id)]
+        spent = sum(each.input_tokens - each.cached_tokens + each.output_tokens for each in used)
+        name = "one" if token is one else "other"
+        account = served.server.guard.budgets.accounts[name]
+        assert account.windows["day"].used >= spent > 0 == account.reserved
+        await served.server.records.usage.write()
+        lines = (tmp_path / "usage").glob("*")
+        logged = [json.loads(line) for file in lines for line in file.read_text().splitlines()]
+        mine = [each for each in logged if each["principal"] == name]
+        assert sum(each["requests"] for each in mine) == len(texts)
+        for kind in ("input_tokens", "output_tokens", "cached_tokens"):
+            assert sum(each[kind] for each in mine) == sum(getattr(each, kind) for each in used)

@@ -26,12 +26,14 @@ class AsyncBatches(AsyncServerFacts):
         self,
         requests: BatchRequests,
         *,
+        off_peak: bool = False,
         left_out: dict[str, KestrelError] | None = None,
         **options: Unpack[HandlingOptions],
     ) -> Batch:
         """Leaves requests with the server, like ``{"a": ("a.jpg", CaptionTask()), "b": ("b.jpg", [...])}``, which it
         answers at low priority.
 
+        ``off_peak``: whether the server answers them only while nobody else has asked it for a minute.
         ``options``: of all requests; ``timeout`` is of sending them. Images are read while they are sent. Nothing is
         stored if one cannot be read, unless ``left_out`` is given, which gets the errors of such requests.
         """
@@ -39,7 +41,7 @@ class AsyncBatches(AsyncServerFacts):
 
         async def messages() -> AsyncIterator[pb.CreateBatchRequest]:
             total = len(requests) if left_out is None else None
-            yield pb.CreateBatchRequest(info=pb.BatchInfo(total_requests=total))
+            yield pb.CreateBatchRequest(info=pb.BatchInfo(total_requests=total, off_peak=off_peak))
             for custom_id, (image, tasks) in requests.items():
                 prepare = self._requests.batched
                 try:

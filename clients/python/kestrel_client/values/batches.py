@@ -58,6 +58,8 @@ class Batch(Plain):
     completed_requests: int
     """Those that have a result."""
     failed_requests: int
+    off_peak: bool
+    """Whether the server answers it only while nobody else has asked it for a minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ _OUTPUT = """
     --retry-failed  run the images again that failed before
     --on-server     leave the requests with the server (serve --batches), which answers them at low priority, also when
         this command has ended
+    --off-peak      with --on-server: answer only while nobody else has asked the server for a minute
     --batch ID      with --on-server: go on with the batch that this command has left before [a new one]
     --quiet         show no progress
     --json          print the summary as JSON

@@ -25,8 +25,11 @@ _PAUSE_S = 1.0
 
 def check_on_server(args: argparse.Namespace) -> None:
     """Raises SettingsError."""
-    if args.batch is not None and not args.on_server:
-        raise SettingsError("--batch: needs --on-server")
+    for name in ("batch", "off_peak"):
+        if getattr(args, name) and not args.on_server:
+            raise SettingsError(f"--{name.replace('_', '-')}: needs --on-server")
+    if args.batch and args.off_peak:
+        raise SettingsError("--off-peak: the batch of --batch is made already")
     if args.on_server and args.in_process:
         raise SettingsError("--on-server: a server that ends with the command keeps no batch")
     if args.on_server and len(servers_of(args)) > 1:
@@ -52,7 +55,9 @@ def run_on_server(
         open_client(args, None) as client,
     ):
         if args.batch is None:
-            args.batch = client.create_batch(requests, left_out=unread, **options).batch_id
+            args.batch = client.create_batch(
+                requests, off_peak=args.off_peak, left_out=unread, **options
+            ).batch_id
             print(
                 f"the server has the batch; --batch {args.batch} comes back to it", file=sys.stderr
             )

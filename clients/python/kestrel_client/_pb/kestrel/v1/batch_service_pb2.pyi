@@ -104,16 +104,22 @@ class BatchInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOTAL_REQUESTS_FIELD_NUMBER: _builtins.int
+    OFF_PEAK_FIELD_NUMBER: _builtins.int
     total_requests: _builtins.int
     """Number of requests, 1 to 50,000. A stream with fewer or more of them fails. Default: the number is not checked."""
+    off_peak: _builtins.bool
+    """Whether the server answers the batch only off-peak: it begins a request only if no other call has asked a model for
+    a minute.
+    """
     def __init__(
         self,
         *,
         total_requests: _builtins.int | None = ...,
+        off_peak: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_total_requests", b"_total_requests", "total_requests", b"total_requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_total_requests", b"_total_requests", "total_requests", b"total_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_total_requests", b"_total_requests", "off_peak", b"off_peak", "total_requests", b"total_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__total_requests: _TypeAlias = _typing.Literal["total_requests"]  # noqa: Y015
     _WhichOneofArgType__total_requests: _TypeAlias = _typing.Literal["_total_requests", b"_total_requests"]  # noqa: Y015
@@ -549,6 +555,7 @@ class Batch(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     DELETE_TIME_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    OFF_PEAK_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.str
     """Id of the batch: "batch_" and 32 hexadecimal digits."""
     state: Global___BatchState.ValueType
@@ -563,6 +570,8 @@ class Batch(_message.Message):
     """Requests that failed."""
     endpoint: _builtins.str
     """What its requests ask: "/kestrel.v1.VisionService", or a path of the HTTP port."""
+    off_peak: _builtins.bool
+    """BatchInfo.off_peak."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When the batch was created."""
@@ -593,10 +602,11 @@ class Batch(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         delete_time: _timestamp_pb2.Timestamp | None = ...,
         endpoint: _builtins.str = ...,
+        off_peak: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "delete_time", b"delete_time", "end_time", b"end_time", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "completed_requests", b"completed_requests", "create_time", b"create_time", "delete_time", b"delete_time", "done", b"done", "end_time", b"end_time", "endpoint", b"endpoint", "expire_time", b"expire_time", "failed_requests", b"failed_requests", "state", b"state", "total_requests", b"total_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "completed_requests", b"completed_requests", "create_time", b"create_time", "delete_time", b"delete_time", "done", b"done", "end_time", b"end_time", "endpoint", b"endpoint", "expire_time", b"expire_time", "failed_requests", b"failed_requests", "off_peak", b"off_peak", "state", b"state", "total_requests", b"total_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
