@@ -64,11 +64,11 @@ class BatchRunner:
             await self.store.close()
 
     async def _stop(self) -> None:
+        self.store.leave()  # First: the engine may need seconds to end a step.
         running = [*self._running]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        self.store.leave()
 
     async def run(self) -> None:
         """Answers until it is cancelled. What is then being answered is answered after the next start."""

@@ -40,7 +40,12 @@ _MOST_LISTED, _USUALLY_LISTED = 100, 20
 _LONGEST_ID = 64
 _INLINE_BYTES = 64 * 1024
 _A_MOMENT_S = 0.05
-_CODES = {"cancelled": code_pb2.CANCELLED, "expired": code_pb2.DEADLINE_EXCEEDED}
+_CODES = {
+    "cancelled": code_pb2.CANCELLED,
+    "expired": code_pb2.DEADLINE_EXCEEDED,
+    "failed": code_pb2.RESOURCE_EXHAUSTED,
+}
+"""Of requests whose batch ended before, by its status."""
 
 
 class BatchService(BatchServiceServicer):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 import threading
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.types.requests import Token
 from kestrel_engine.types.step import RuntimeLimits
 from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.batches import BatchesConfig
 from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.server import ServerConfig
 from tests.engine.fakes import fake_build
@@ -56,6 +58,7 @@ class ServedInThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="abused-server")
         self._complaints = Complaints()
         self.address = ""
+        self._folder = tempfile.TemporaryDirectory()
 
     async def _start(self) -> KestrelServer:
         config = RuntimeConfig(
@@ -73,6 +76,7 @@ class ServedInThread:
             listen=("127.0.0.1:0",),
             security=security,
             image_store_bytes=2**28 if self._keeps else 0,
+            batches=BatchesConfig(path=f"{self._folder.name}/batches.db"),
         )
         server = KestrelServer(settings, config, load_engine)
         await server.start()
@@ -112,4 +116,5 @@ class ServedInThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
         self._loop.close()
+        self._folder.cleanup()
         logging.getLogger().removeHandler(self._complaints)

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kestrel_client._pb.inference import grpc_service_pb2
-from kestrel_client._pb.kestrel.v1 import admin_service_pb2, image_service_pb2, model_service_pb2
+from kestrel_client._pb.kestrel.v1 import (
+    admin_service_pb2,
+    batch_service_pb2,
+    image_service_pb2,
+    model_service_pb2,
+)
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.edge.failures.status_message import DOMAIN
 from tests.abuse.inputs.edge_messages import mangled, near, nested
@@ -74,6 +79,16 @@ MODELS: dict[str, Message] = {
     "GetServerInfo": model_service_pb2.GetServerInfoRequest(),
     "GetLoad": model_service_pb2.GetLoadRequest(),
 }
+BATCHES: dict[str, Message] = {
+    "CreateBatch": batch_service_pb2.CreateBatchRequest(
+        request={
+            "custom_id": "a",
+            "detect": {"image": {"encoded": jpeg()}, "detect": {"objects": ["cup"]}},
+        }
+    ),
+    "ListBatches": batch_service_pb2.ListBatchesRequest(page_size=1),
+}
+"""The other methods need the id of a batch."""
 ADMIN: dict[str, Message] = {
     "CancelRequest": admin_service_pb2.CancelRequestRequest(request_id="x"),
     "FlushCaches": admin_service_pb2.FlushCachesRequest(stored_images=True),
@@ -97,6 +112,7 @@ SERVICES = {
     "VisionService": (pb, VISION),
     "ImageService": (image_service_pb2, IMAGES),
     "ModelService": (model_service_pb2, MODELS),
+    "BatchService": (batch_service_pb2, BATCHES),
     "AdminService": (admin_service_pb2, ADMIN),
     "GRPCInferenceService": (grpc_service_pb2, KSERVE),
 }
@@ -192,6 +208,7 @@ FIRST: dict[str, Message] = {
     "UploadImage": image_service_pb2.UploadImageRequest(
         info=image_service_pb2.UploadInfo(size_bytes=len(jpeg()))
     ),
+    "CreateBatch": batch_service_pb2.CreateBatchRequest(info={"total_requests": 1}),
     "StreamFrames": VALID["VisionService/StreamFrames"][0],
 }
 """The first message of a stream of messages, which says what is to come."""
@@ -203,11 +220,12 @@ def around(name: str, message: Message | bytes) -> tuple[Message | bytes, ...]:
 
 
 def test_every_method_is_abused():
-    """But for those of AdminService that change what other tests find, and some of KServe's."""
+    """But for methods of AdminService that change what other tests find, some of KServe's, and those about a batch."""
     for service, (module, valid) in SERVICES.items():
         named = set(module.DESCRIPTOR.services_by_name[service].methods_by_name)
         assert set(valid) <= named
-        assert service in ("AdminService", "GRPCInferenceService") or set(valid) == named
+        some = ("AdminService", "GRPCInferenceService", "BatchService")
+        assert service in some or set(valid) == named
 
 
 @pytest.mark.parametrize(("service", "name"), METHODS)
@@ -232,7 +250,12 @@ def test_fields_at_their_edges(served, caller, service, name, examples):
 
 @FEW_AND_MANY
 @pytest.mark.parametrize(
-    ("service", "name"), [("ImageService", "UploadImage"), ("VisionService", "StreamFrames")]
+    ("service", "name"),
+    [
+        ("ImageService", "UploadImage"),
+        ("BatchService", "CreateBatch"),
+        ("VisionService", "StreamFrames"),
+    ],
 )
 def test_messages_of_a_stream_in_any_order(served, caller, service, name, examples):
     @fuzz(examples)

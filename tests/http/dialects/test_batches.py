@@ -144,6 +144,34 @@ async def test_what_is_refused(http, tmp_path):
         assert (await client.get(f"/v1/batches?limit={limit}")).status_code == 400
 
 
+async def test_both_wires_have_the_same_batches(http, tmp_path):
+    _, client = await http(server_config=kept_in(tmp_path))
+
+    async def ask(method: str, **fields: Any) -> dict[str, Any]:
+        """By Connect."""
+        response = await client.post(f"/kestrel.v1.BatchService/{method}", json=fields)
+        return dict(response.json())
+
+    of_file = await created(client, lines_of(question("a")))
+    [listed] = (await ask("ListBatches"))["batches"]
+    assert (listed["batchId"], listed["endpoint"]) == (of_file["id"], CHAT)
+    message = json.dumps({"request": {"custom_id": "b", "skill": {"skill": {"name": "none"}}}})
+    content = b"\0" + len(message).to_bytes(4) + message.encode()
+    form = {"content-type": "application/connect+json"}
+    path = "/kestrel.v1.BatchService/"
+    made = await client.post(f"{path}CreateBatch", content=content, headers=form)
+    typed = json.loads(made.content[5:].partition(b"}}")[0] + b"}}")["batch"]["batchId"]
+    batch = await ended(client, typed)
+    assert batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+    [line] = await lines(client, batch["error_file_id"])
+    assert line["custom_id"] == "b" and line["error"]["code"] == "NOT_FOUND"
+    for batch_id, part in ((typed, b'"customId":"b"'), (of_file["id"], b"/v1/files")):
+        message = json.dumps({"batch_id": batch_id}).encode()
+        content = b"\0" + len(message).to_bytes(4) + message
+        told = await client.post(f"{path}StreamBatchResults", content=content, headers=form)
+        assert part in told.content
+
+
 def test_requests_have_names_of_their_own():
     twice = lines_of(question("a")) + b"\n\n" + lines_of(question("b"))
     _, [error] = read_requests(twice, CHAT)

@@ -229,6 +229,20 @@ async def test_a_cancelled_batch_keeps_its_results(serve, tmp_path):
     await until(lambda: served.engine.num_requests == 0)
 
 
+async def test_results_beyond_the_share_end_a_batch(serve, tmp_path, monkeypatch):
+    runtime = HeldRuntime()
+    served = await serve(runtime=runtime, server_config=kept_in(tmp_path, at_once=1))
+    batches = Batches(served)
+    batch = await batches.create(rows_of("a", "b"))
+    assert await asyncio.to_thread(runtime.began.wait, 60)
+    monkeypatch.setattr(batch_store, "_SHARE", 1 << 40)
+    runtime.gate.set()
+    first, second = await batches.results(batch.batch_id)
+    assert first.query.answers
+    assert of_message(second.error).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await batches.get(batch.batch_id)).state == pb.BATCH_STATE_FAILED
+
+
 async def test_a_caller_without_tokens_left_does_not_hold_up_others(serve, tmp_path):
     tokens = TokenFile(tmp_path / "tokens")
     poor, rich = tokens.add("poor"), tokens.add("rich")

@@ -46,7 +46,9 @@ class _BatchStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BatchState
     BATCH_STATE_EXPIRED: _BatchState.ValueType  # 4
     """The batch was not done in time."""
     BATCH_STATE_FAILED: _BatchState.ValueType  # 5
-    """The lines of the batch's file, which came by the HTTP port, are not requests."""
+    """The results exceed the caller's share of the store, or the lines of a file, which came by the HTTP port, are not
+    requests.
+    """
 
 class BatchState(_BatchState, metaclass=_BatchStateEnumTypeWrapper):
     """What the server does with a batch."""
@@ -62,7 +64,9 @@ BATCH_STATE_CANCELLED: BatchState.ValueType  # 3
 BATCH_STATE_EXPIRED: BatchState.ValueType  # 4
 """The batch was not done in time."""
 BATCH_STATE_FAILED: BatchState.ValueType  # 5
-"""The lines of the batch's file, which came by the HTTP port, are not requests."""
+"""The results exceed the caller's share of the store, or the lines of a file, which came by the HTTP port, are not
+requests.
+"""
 Global___BatchState: _TypeAlias = BatchState  # noqa: Y015
 
 @_typing.final
@@ -508,8 +512,8 @@ class StreamBatchResultsResponse(_message.Message):
 
     @_builtins.property
     def error(self) -> _status_pb2.Status:
-        """The status that the request failed with, as the method would, with the same details; CANCELLED or
-        DEADLINE_EXCEEDED if the batch ended before.
+        """The status that the request failed with, as the method would, with the same details; CANCELLED,
+        DEADLINE_EXCEEDED or RESOURCE_EXHAUSTED if the batch was cancelled, expired or failed before.
         """
 
     def __init__(
