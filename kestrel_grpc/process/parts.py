@@ -19,7 +19,7 @@ from ..kserve.service import InferenceService
 from ..monitoring.audit import AuditLog
 from ..monitoring.call_records import CallRecords
 from ..security.admission.guard import Guard
-from ..security.budget_file import BudgetFile
+from ..security.budget_ledger import BudgetLedger
 from ..security.identity.principal import Principal
 from ..served_model import ServedModel, ServedModels
 from ..service_names import (
@@ -87,8 +87,7 @@ class ServerParts:
         if (usage := self.records.usage) is not None:
             self._side_tasks.append(SideTask(usage.run, usage.write))
         if path := token_budget(config.security.calls.token_budget).file:
-            budgets = BudgetFile(path, guard.budgets, worker)
-            self._side_tasks.append(SideTask(budgets.run, budgets.save))
+            guard.budgets.ledger = BudgetLedger(path)
         if config.batches.path is not None:
             store = BatchStore(config.batches)
             self.batches = batches = BatchRunner(store, config.batches.at_once)

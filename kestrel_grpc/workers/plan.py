@@ -15,6 +15,7 @@ from pathlib import Path
 from kestrel_engine import RuntimeConfig
 
 from ..settings.addresses import unix_path
+from ..settings.budgets import token_budget
 from ..settings.http import HttpConfig
 from ..settings.server import ServerConfig
 from ..settings.sources import SettingsError
@@ -37,6 +38,19 @@ class WorkerTask:
     device: str
     """The device, as the supervisor numbers devices. The worker sees only this device, as its first."""
     environ: Mapping[str, str] = field(repr=False)
+
+
+def with_ledger(server: ServerConfig, folder: str) -> ServerConfig:
+    """The settings with a file of budgets, which the workers share: in ``folder`` if none is named."""
+    budget = server.security.calls.token_budget
+    if token_budget(budget).file:
+        return server
+    if "," in folder:
+        raise SettingsError(f"TMPDIR: the workers share a file in {folder}; its name has a comma")
+    named = ",".join(filter(None, (budget, f"file={folder}/budgets")))
+    calls = dataclasses.replace(server.security.calls, token_budget=named)
+    security = dataclasses.replace(server.security, calls=calls)
+    return dataclasses.replace(server, security=security)
 
 
 def shared_addresses(server: ServerConfig) -> tuple[str, ...]:
@@ -94,10 +108,10 @@ def _worker_server(
     own = server.workers.own_address(index)
     # Only one worker can listen on a unix socket of --listen: the first.
     unix = [address for address in server.listen if unix_path(address) is not None]
-    telemetry = server.telemetry
+    telemetry = dataclasses.replace(server.telemetry, worker=index)
     if telemetry.prometheus is not None:
         address = address_of(telemetry.prometheus, index)
-        telemetry = dataclasses.replace(telemetry, prometheus=address, worker=index)
+        telemetry = dataclasses.replace(telemetry, prometheus=address)
     return dataclasses.replace(
         server,
         listen=(*([own] if own is not None else []), *(unix if index == 0 else [])),

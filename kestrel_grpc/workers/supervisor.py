@@ -32,7 +32,14 @@ from .forks import WorkerTemplate, ending
 from .front.bootstrap import FrontPlan
 from .front.front import Front, check_installed, is_installed
 from .line import Ready
-from .plan import WorkerTask, plan_workers, processors, shared_addresses, shared_http_addresses
+from .plan import (
+    WorkerTask,
+    plan_workers,
+    processors,
+    shared_addresses,
+    shared_http_addresses,
+    with_ledger,
+)
 from .port import HeldPorts
 from .restarts import Restarts, WorkersError, gave_up
 
@@ -66,11 +73,11 @@ async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
         check_exposure(shared, config.security)
     with ExitStack() as stack:
         ports, http_ports = (stack.enter_context(HeldPorts(each)) for each in (shared, http))
-        front, folder = None, None
-        if has_front:
-            # Only this user may open the folder, so only the front can connect to the workers' sockets in it.
-            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrel-"))
-            folder = Path(name)
+        # Only this user may open the folder, so only the front can connect to the workers' sockets in it.
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrel-"))
+        front, folder = None, Path(name) if has_front else None
+        config = with_ledger(config, name)
+        if folder is not None:
             _check_length(folder)
         tasks = plan_workers(
             config, runtime, ports.addresses, os.environ, http_ports.addresses, folder

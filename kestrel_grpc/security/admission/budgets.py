@@ -7,7 +7,7 @@ the budget counts against the next windows. So a principal is ahead of its budge
 
 Windows follow the wall clock. A clock that is set back gives no tokens back.
 
-A data structure without I/O, for one event loop.
+A data structure for one event loop. Without a ledger it does no I/O.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 from kestrel_engine import EngineMetrics, EngineOverloaded, Quota, TokenEstimate, clock
 
@@ -65,14 +66,28 @@ class _Window:
 
 
 @dataclass(slots=True)
-class _Account:
+class Account:
+    """What a principal has used and reserved."""
+
     principal: str
     windows: dict[str, _Window] = field(
         default_factory=lambda: {name: _Window(length_s) for name, length_s in WINDOWS.items()}
     )
     reserved: float = 0.0
+    """By requests of this process."""
+    elsewhere: float = 0.0
+    """What other processes have reserved."""
     logged: int = -1
     """The begin of the window in which the last refusal in shadow was logged."""
+
+
+class Ledger(Protocol):
+    """What several processes know of accounts."""
+
+    def turn(self, account: Account) -> AbstractContextManager[None]: ...
+
+
+_ALONE = nullcontext()
 
 
 class _Reservation:
@@ -80,7 +95,7 @@ class _Reservation:
 
     __slots__ = ("_account", "_budgets", "_cost")
 
-    def __init__(self, budgets: Budgets, account: _Account, cost: float) -> None:
+    def __init__(self, budgets: Budgets, account: Account, cost: float) -> None:
         self._budgets, self._account, self._cost = budgets, account, cost
         account.reserved += cost
 
@@ -90,10 +105,13 @@ class _Reservation:
 
     def close(self) -> None:
         """Gives the reserved tokens back. Idempotent."""
-        self._account.reserved -= self._cost
-        self._cost = 0.0
-        if self._account.reserved < 1e-6:  # Sums of floats.
-            self._account.reserved = 0.0
+        if not self._cost:
+            return
+        with self._budgets.turn(self._account):
+            self._account.reserved -= self._cost
+            self._cost = 0.0
+            if self._account.reserved < 1e-6:  # Sums of floats.
+                self._account.reserved = 0.0
 
 
 class Budgets:
@@ -101,7 +119,9 @@ class Budgets:
 
     def __init__(self, default: TokenBudget) -> None:
         self._default = default
-        self.accounts: OrderedDict[str, _Account] = OrderedDict()
+        self.ledger: Ledger | None = None
+        """What this process shares with others; None if it counts alone."""
+        self.accounts: OrderedDict[str, Account] = OrderedDict()
         """By principal, the least recently seen first."""
         self.exceeded: Counter[tuple[str, str]] = Counter()
         """Requests that were refused, or would have been, by principal and window."""
@@ -117,17 +137,26 @@ class Budgets:
         account.windows["minute"].limit, account.windows["day"].limit = minute, day
         return partial(self._reserve, account)
 
-    def use(self, account: _Account, metrics: EngineMetrics) -> None:
+    def use(self, account: Account, metrics: EngineMetrics) -> None:
         """Counts what a request of the account used."""
         weights, image = self._default, metrics.image_tokens - metrics.cached_image_tokens
         used = weights.prompt * (metrics.input_tokens - metrics.cached_tokens - image)
         used += weights.image * image + weights.cached * metrics.cached_tokens
         used += weights.output * metrics.output_tokens
-        for window in account.windows.values():
-            window.renew(clock.wall())
-            window.used += used
+        with self.turn(account):
+            for window in account.windows.values():
+                window.renew(clock.wall())
+                window.used += used
 
-    def _reserve(self, account: _Account, estimate: TokenEstimate) -> _Reservation:
+    def turn(self, account: Account) -> AbstractContextManager[None]:
+        """Around a change of an account that other processes have too."""
+        return _ALONE if self.ledger is None else self.ledger.turn(account)
+
+    def _reserve(self, account: Account, estimate: TokenEstimate) -> _Reservation:
+        with self.turn(account):
+            return self._reserve_now(account, estimate)
+
+    def _reserve_now(self, account: Account, estimate: TokenEstimate) -> _Reservation:
         # A cached token may count more than others.
         weights, now = self._default, clock.wall()
         cost = (
@@ -136,7 +165,7 @@ class Budgets:
         cost += max(weights.image, weights.cached) * estimate.image
         for name, window in account.windows.items():
             window.renew(now)
-            if window.lacks(account.reserved, cost):
+            if window.lacks(account.reserved + account.elsewhere, cost):
                 self._note(account, name)
                 if not self._default.shadow:
                     raise _refusal(account, name, window, cost, now)
@@ -146,15 +175,15 @@ class Budgets:
                 break
         return _Reservation(self, account, cost)
 
-    def _note(self, account: _Account, window: str) -> None:
+    def _note(self, account: Account, window: str) -> None:
         key = account.principal, window
         is_new = key not in self.exceeded and len(self.exceeded) >= _MOST_COUNTED
         self.exceeded[(OTHERS, window) if is_new else key] += 1
 
-    def _account(self, principal: str) -> _Account:
+    def _account(self, principal: str) -> Account:
         account = self.accounts.get(principal)
         if account is None:
-            account = self.accounts[principal] = _Account(principal)
+            account = self.accounts[principal] = Account(principal)
             if len(self.accounts) > MOST_REMEMBERED:
                 idle = next((n for n, each in self.accounts.items() if not each.reserved), None)
                 if idle is not None:
@@ -162,40 +191,12 @@ class Budgets:
         self.accounts.move_to_end(principal)
         return account
 
-    def state(self) -> dict[str, Any]:
-        """What ``restore`` takes. Reserved tokens count as used, so that a killed server gives none back."""
-        return {
-            account.principal: {
-                name: [window.began, window.used + account.reserved]
-                for name, window in account.windows.items()
-            }
-            for account in self.accounts.values()
-        }
-
-    def restore(self, state: Any) -> None:
-        """Takes the state of an earlier process. Raises ValueError if it is none."""
-        if not isinstance(state, dict):
-            raise ValueError("holds no object by principal")
-        for principal, windows in list(state.items())[-MOST_REMEMBERED:]:
-            for name, window in self._account(principal).windows.items():
-                found = windows.get(name) if isinstance(windows, dict) else None
-                if not (
-                    isinstance(found, list) and len(found) == 2 and all(map(_is_amount, found))
-                ):
-                    raise ValueError(
-                        f"{principal[:128]!r}.{name} is not [BEGIN, USED], two numbers from 0 on"
-                    )
-                window.began, window.used = int(found[0]), float(found[1])
-
-
-def _is_amount(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e18
-
 
 def _refusal(
-    account: _Account, name: str, window: _Window, cost: float, now: float
+    account: Account, name: str, window: _Window, cost: float, now: float
 ) -> BudgetExceeded:
-    taken, resets_at = window.used + account.reserved, window.resets_at(cost)
+    taken = window.used + account.reserved + account.elsewhere
+    resets_at = window.resets_at(cost)
     at = datetime.fromtimestamp(resets_at, UTC)
     who = f"{account.principal}: " if account.principal else ""
     return BudgetExceeded(

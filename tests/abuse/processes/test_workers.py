@@ -251,3 +251,34 @@ def test_a_worker_that_cannot_start_ends_the_start_with_one_line():
     assert done.returncode == 1 and done.stdout == ""
     error = done.stderr.replace("worker 1", "worker 0")
     assert error == "kestrel-grpc serve: error: worker 0 failed: no weights here\n"
+
+
+async def test_workers_share_a_principals_budget_also_after_one_is_killed(folder):
+    """Each call uses the same tokens, and the budget holds ten calls, whichever worker has them."""
+    asked = pb.QueryRequest(
+        query={"question": "what?", "max_tokens": 15, "sampling": {"temperature": 0}}
+    )
+
+    async def answered(address: str, most: int) -> tuple[int, int]:
+        """The calls that were answered, and the tokens of each."""
+        count = tokens = 0
+        for _ in range(most):
+            async with grpc.aio.insecure_channel(address, options=LOCAL) as channel:
+                try:
+                    response = await VisionServiceStub(channel).Query(asked, timeout=DEADLINE_S)
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is Code.RESOURCE_EXHAUSTED, error
+                    continue
+                count, usage = count + 1, response.usage
+                tokens = usage.input_tokens + usage.output_tokens
+        return count, tokens
+
+    with Workers(folder) as server:
+        _, tokens = await answered(server.address, 1)
+    (again := folder / "again").mkdir()
+    with Workers(again, "--token-budget", f"day={10 * tokens}") as server:
+        assert (await answered(server.address, 6))[0] == 6
+        pids = server.pids()
+        os.kill(pids[0], signal.SIGKILL)
+        await server.until(lambda: server.pids()[0] != pids[0])
+        assert (await answered(server.address, 24))[0] == 4

@@ -158,7 +158,8 @@ def test_addresses_of_workers():
     assert second.server.listen == ("127.0.0.1:7101",)
     assert second.server.telemetry.prometheus == "127.0.0.1:9465"
     assert second.server.telemetry.worker == 1
-    assert planned("--workers", "2", "--device", "cpu")[1].server.listen == ()
+    plain = planned("--workers", "2", "--device", "cpu")[1].server
+    assert plain.listen == () and plain.telemetry.worker == 1, "its logs of usage have its name"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="refused before")

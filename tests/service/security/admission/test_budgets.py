@@ -9,7 +9,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ConfigError, EngineMetrics, TokenEstimate
 from kestrel_grpc.security.admission import budgets as room
 from kestrel_grpc.security.admission.budgets import BudgetExceeded, Budgets
-from kestrel_grpc.security.budget_file import BudgetFile
+from kestrel_grpc.security.budget_ledger import BudgetLedger
 from kestrel_grpc.security.identity.principal import Principal, Scope
 from kestrel_grpc.security.identity.tokens import (
     TokenFileError,
@@ -159,27 +159,47 @@ def test_wrong_numbers_are_named_with_their_field(tmp_path, value):
     assert token_budget("day=5,file=/a=b").file == "/a=b"
 
 
-async def test_a_restart_gives_nothing_back(tmp_path, wall):
-    path = tmp_path / "budgets.json"
-    before = budgets("minute=100,day=100")
-    spend(before, 60)
-    reserve(before, text=30)
-    await BudgetFile(str(path), before).save()
+def shared(path, text="minute=100,day=100"):
+    all_ = budgets(text)
+    all_.ledger = BudgetLedger(str(path))
+    return all_
+
+
+def test_workers_and_restarts_share_a_budget(tmp_path, wall):
+    path = tmp_path / "budgets"
+    one, other = shared(path), shared(path)
+    other.ledger._pid = 1  # Of a process that lives.
+    held = reserve(one, text=30)
+    spend(other, 40)
+    with pytest.raises(BudgetExceeded, match="70 of 100"):
+        reserve(other, text=31)
+    held.close()
+    rest = reserve(other, text=60)
+    with pytest.raises(BudgetExceeded, match="100 of 100"):
+        reserve(one, text=1)
+    rest.close()
     assert oct(path.stat().st_mode)[-3:] == "600"
-    after = budgets("minute=100,day=100")
-    BudgetFile(str(path), after)
+    # What a killed process had reserved counts as used.
+    reserve(one, text=50)
     with pytest.raises(BudgetExceeded, match="90 of 100"):
-        reserve(after, text=11)
-    for bad in (
-        "[",
-        "[]",
-        '{"ann": {}}',
-        '{"ann": {"minute": [0, NaN], "day": [0, 0]}}',
-        "[" * 10**5,
-    ):
-        path.write_text(bad)
-        with pytest.raises(ConfigError, match="token_budget='file="):
-            BudgetFile(str(path), budgets(""))
+        reserve(shared(path), text=11)
+
+
+def test_a_file_of_budgets_that_fails_is_named_once(tmp_path, wall, caplog):
+    path = tmp_path / "budgets"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"token_budget='file=.*not a database"):
+        BudgetLedger(str(path))
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        BudgetLedger(str(path))
+    all_ = shared(tmp_path / "b")
+    spend(all_, 60)
+    all_.ledger._db.execute("DROP TABLE used")
+    reserve(all_, text=30).close()
+    with pytest.raises(BudgetExceeded, match="60 of 100"):
+        reserve(all_, text=41)
+    assert len(caplog.records) == 1
 
 
 def query(max_tokens, image=False):
