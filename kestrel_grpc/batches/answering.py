@@ -15,7 +15,7 @@ from ..edge.calls.call import Call, Context
 from ..edge.failures.errors import ModelNotReady
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.message_room import Hold
-from .store import Waiting
+from .tables import Waiting
 
 _INLINE_BYTES = 256 * 1024
 _NULL = b"null"

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from .store import LONGEST_ID, MOST_REQUESTS
+from .tables import LONGEST_ID, MOST_REQUESTS
 
 _MOST_LINES = 2 * MOST_REQUESTS
 """Empty ones count too."""

@@ -13,7 +13,8 @@ from typing import Any
 from kestrel_engine import clock
 
 from .answering import Answer, BatchCalls, Form
-from .store import BatchStore, Waiting
+from .store import BatchStore
+from .tables import Waiting
 
 logger = logging.getLogger(__name__)
 

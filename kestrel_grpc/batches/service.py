@@ -26,7 +26,7 @@ from ..service_names import VISION_METHODS, VISION_SERVICE
 from ..services.vision import VisionService
 from .answering import Answer, Work
 from .running import BatchRunner
-from .store import LONGEST_ID, MOST_REQUESTS, Arriving, NewBatch, Result
+from .tables import LONGEST_ID, MOST_REQUESTS, Arriving, NewBatch, Result
 
 ENDPOINT = f"/{VISION_SERVICE}"
 _METHODS = {

@@ -17,7 +17,7 @@ from kestrel_engine import InvalidRequest
 from ...batches.answering import Answer, Work
 from ...batches.requests import read_requests
 from ...batches.running import BatchRunner
-from ...batches.store import NewBatch
+from ...batches.tables import NewBatch
 from ...edge.calls.call import Call, Context
 from ...edge.calls.current import current
 from ...edge.failures.errors import UnsupportedBody

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from kestrel_grpc.batches.answering import Answer, Form
 from kestrel_grpc.batches.running import BatchRunner
-from kestrel_grpc.batches.store import BatchStore, Waiting
+from kestrel_grpc.batches.store import BatchStore
+from kestrel_grpc.batches.tables import Waiting
 from kestrel_grpc.settings.batches import BatchesConfig
 
 

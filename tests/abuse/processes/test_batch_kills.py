@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from kestrel_grpc.batches.requests import read_requests
-from kestrel_grpc.batches.store import BatchStore, NewBatch
+from kestrel_grpc.batches.store import BatchStore
+from kestrel_grpc.batches.tables import NewBatch
 from kestrel_grpc.security.identity.principal import Principal
 from kestrel_grpc.settings.batches import BatchesConfig
 from tests.forking.process import ROOT, ForkedProcess

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kestrel_engine import ConfigError, EngineOverloaded
-from kestrel_grpc.batches import store as batch_store
+from kestrel_grpc.batches import tables
 from kestrel_grpc.batches.requests import read_requests
-from kestrel_grpc.batches.store import BatchStore, NewBatch
+from kestrel_grpc.batches.store import BatchStore
+from kestrel_grpc.batches.tables import NewBatch
 from kestrel_grpc.edge.failures.errors import StoredNotFound
 from kestrel_grpc.security.identity.principal import Principal
 from kestrel_grpc.settings.batches import BatchesConfig
@@ -211,7 +212,7 @@ async def test_a_batch_goes_on_after_a_restart(http, tmp_path):
 
 async def test_a_full_disk_refuses_what_must_be_stored(http, tmp_path, caplog):
     served, client = await http(server_config=kept_in(tmp_path))
-    db = served.server.batches.store._db
+    db = served.server.batches.store._tables.db
     db.execute("PRAGMA max_page_count = 30")
     form = {"files": {"file": ("a", b"x" * 200_000)}, "data": {"purpose": "batch"}}
     response = await client.post("/v1/files", **form)
@@ -264,17 +265,17 @@ async def test_callers_have_shares_and_see_their_own(tmp_path, monkeypatch):
         (1.0, None),
     }
     assert [each.number for each in await store.claim(5, [CHAT])] == [1], "each once"
-    monkeypatch.setattr(batch_store, "MOST_OPEN", 1)
+    monkeypatch.setattr(tables, "MOST_OPEN", 1)
     with pytest.raises(EngineOverloaded, match="open batches"):
         await store.add_batch(one, asked, read_requests)
     # A day later, the batches have expired; after the days of the setting, all is gone.
-    now = batch_store.clock.wall()
-    monkeypatch.setattr(batch_store.clock, "wall", lambda: now + batch_store.WINDOW_S)
+    now = tables.clock.wall()
+    monkeypatch.setattr(tables.clock, "wall", lambda: now + tables.WINDOW_S)
     await store.expire()
     [batch] = await store.batches(one, "", 5)
     assert batch["status"] == "expired" and batch["failed"] == 2
     assert await store.claim(5, [CHAT]) == []
-    monkeypatch.setattr(batch_store.clock, "wall", lambda: now + 32 * 86_400)
+    monkeypatch.setattr(tables.clock, "wall", lambda: now + 32 * 86_400)
     await store.expire()
     assert await store.batches(one, "", 5) == await store.files(one) == []
     await store.close()

@@ -13,8 +13,7 @@ from kestrel_client._pb.kestrel.v1 import batch_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as vision_pb
 from kestrel_client._pb.kestrel.v1.batch_service_pb2_grpc import BatchServiceStub
-from kestrel_grpc.batches import running
-from kestrel_grpc.batches import store as batch_store
+from kestrel_grpc.batches import running, tables
 from kestrel_grpc.settings.batches import BatchesConfig
 from tests.service.conftest import NO_END, EndlessRuntime, HeldRuntime, Served, raw_image
 from tests.service.security.identity.test_tokens import TokenFile, bearer
@@ -144,13 +143,13 @@ async def test_a_stream_that_does_not_end_well_leaves_nothing(serve, tmp_path, m
         await gate.wait()
 
     call = Batches(served).stub.CreateBatch(endless())
-    await until(lambda: store._arriving)
+    await until(lambda: store._tables.arriving)
     call.cancel()
-    await until(lambda: not store._arriving)
+    await until(lambda: not store._tables.arriving)
     assert (await Batches(served).stub.ListBatches(pb.ListBatchesRequest())) == (
         pb.ListBatchesResponse()
     )
-    assert store._one("SELECT count(*) FROM requests")[0] == 0
+    assert store._tables.one("SELECT count(*) FROM requests")[0] == 0
 
 
 async def test_callers_see_their_own_batches_only(serve, tmp_path, monkeypatch):
@@ -190,7 +189,7 @@ async def test_callers_see_their_own_batches_only(serve, tmp_path, monkeypatch):
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED and told.quota_subject == "one"
     assert "bytes of files and batches" in told.message
     await theirs.create(rows_of("c"))  # Its own share is free.
-    monkeypatch.setattr(batch_store, "MOST_OPEN", 0)
+    monkeypatch.setattr(tables, "MOST_OPEN", 0)
     told = await served.refusal("BatchService/CreateBatch", rows_of("d"), metadata=mine.metadata)
     assert "open batches" in told.message
 
@@ -235,7 +234,7 @@ async def test_results_beyond_the_share_end_a_batch(serve, tmp_path, monkeypatch
     batches = Batches(served)
     batch = await batches.create(rows_of("a", "b"))
     assert await asyncio.to_thread(runtime.began.wait, 60)
-    monkeypatch.setattr(batch_store, "_SHARE", 1 << 40)
+    monkeypatch.setattr(tables, "_SHARE", 1 << 40)
     runtime.gate.set()
     first, second = await batches.results(batch.batch_id)
     assert first.query.answers
