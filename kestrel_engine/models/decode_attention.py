@@ -40,14 +40,15 @@ class DecodeAttention:
         self._keys, self._values = key_pool, value_pool
         self._newest = torch.stack([each[-1] for each in slots])
         self._lengths = torch.tensor([len(each) for each in slots])
-        self._slots = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)
+        padded = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)
+        self._slots = torch.nn.functional.pad(padded, (0, LANES))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values, q = self._keys[layer], self._values[layer], q.contiguous()
         keys.index_copy_(0, self._newest, k)
         values.index_copy_(0, self._newest, v)
         rows, heads, size = q.shape
-        longest = self._slots.shape[1]
+        longest = self._slots.shape[1] - LANES
         scores = torch.empty(rows, heads, longest + LANES, dtype=torch.float32)
         out = torch.zeros(q.shape, dtype=torch.float32)
         pointers = (q, keys, values, self._slots, self._lengths, scores, out)
@@ -94,7 +95,7 @@ class _Code(host_code.Code):
     def _score(self, row: Any, line: Any, head: Any, at: Any, end: Any) -> None:
         """Products of a query with the keys of a block of positions. ``line``: the row's head."""
         b = self._b
-        scores = self._scores_of(line)
+        scores = self._line_of(line)
         lowest = self._ir.Constant(self._floats, [-math.inf] * LANES)
         b.store(lowest, self._at("scores", b.add(scores, at), self._float), align=4)
         scale = self._splat(self._float(self._size_of_head**-0.5))
@@ -108,7 +109,7 @@ class _Code(host_code.Code):
 
     def _softmax(self, row: Any, line: Any) -> None:
         b, long = self._b, self._long
-        begin = self._scores_of(line)
+        begin = self._line_of(line)
         end = b.add(begin, self._load("lengths", row, long))
         largest = self._known("llvm.vector.reduce.fmax.v16f32", self._float, self._floats)
         top, total = self._variable(self._floats), self._variable(self._floats)
@@ -144,7 +145,7 @@ class _Code(host_code.Code):
 
     def _add_values(self, row: Any, line: Any, head: Any, at: Any, end: Any) -> None:
         b = self._b
-        scores = self._scores_of(line)
+        scores = self._line_of(line)
         count = self._size_of_head // LANES
         places = [
             self._at(
@@ -166,16 +167,23 @@ class _Code(host_code.Code):
         for total, place in zip(totals, places, strict=True):
             b.store(b.load(total, typ=self._floats), place, align=4)
 
-    def _scores_of(self, line: Any) -> Any:
-        """Where the scores of a row's head begin. Whole vectors of them are read, so there are more than positions."""
+    def _line_of(self, line: Any) -> Any:
+        """Where the scores of a row's head begin, or the slots of a row. There are more than positions, because whole
+        vectors of scores are read, and slots before their turn."""
         return self._b.mul(line, self._b.add(self._size("longest"), self._long(LANES)))
 
     def _at_position(self, name: str, row: Any, head: Any, position: Any) -> list[Any]:
-        """The key or the value at a position."""
-        b = self._b
-        place = b.add(b.mul(row, self._size("longest")), position)
-        slot = self._load("slots", place, self._long)
-        return self._head(name, b.add(b.mul(slot, self._size("heads")), head))
+        """The key or the value at a position. Begins to read that of the next block."""
+        b, long = self._b, self._long
+        place = b.add(self._line_of(row), position)
+        now, later = (
+            b.add(b.mul(self._load("slots", at, long), self._size("heads")), head)
+            for at in (place, b.add(place, long(LANES)))
+        )
+        for i in range(0, self._size_of_head, 32):
+            number = b.add(b.mul(later, long(self._size_of_head)), long(i))
+            self._fetch(name, number, self._half)
+        return self._head(name, now)
 
     def _head(self, name: str, line: Any) -> list[Any]:
         """The numbers of a head, as floats."""

@@ -191,14 +191,12 @@ class _Code(host_code.Code):
                     b.store(self._products_of_bf16(b.load(total, typ=self._floats), w, x), total)
 
     def _weights(self, at: Any, kind: Any) -> Any:
-        """Reads 64 bytes of W, and has the same bytes of the rows that follow fetched to the second cache."""
+        """Reads 64 bytes of W, and begins to read the same bytes of the rows that follow."""
         b = self._b
         ahead = b.mul(self._size("k"), self._long(self._at_once))
         if self._form == "int4":
             ahead = b.sdiv(ahead, self._long(2))
-        fetch = self._known("llvm.prefetch.p0", self._none, self._pointer, *[self._word] * 3)
-        place = self._at("weight", b.add(at, ahead), kind.element)
-        b.call(fetch, [place, *(self._word(number) for number in (0, 2, 1))])
+        self._fetch("weight", b.add(at, ahead), kind.element)
         return self._load("weight", at, kind)
 
     def _products_of_bf16(self, total: Any, w: Any, x: Any) -> Any:

@@ -178,6 +178,12 @@ class Code:
         size = 4 if element is self._float else element.width // 8
         return self._b.load(self._at(name, index, element), typ=kind, align=align or size)
 
+    def _fetch(self, name: str, index: Any, kind: Any) -> None:
+        """Begins to read the 64 bytes around element ``index`` to the second cache."""
+        fetch = self._known("llvm.prefetch.p0", self._none, self._pointer, *[self._word] * 3)
+        hints = (self._word(number) for number in (0, 2, 1))
+        self._b.call(fetch, [self._at(name, index, kind), *hints])
+
     def _vector(self, kind: Any, count: int = LANES) -> Any:
         return self._ir.VectorType(kind, count)
 
