@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -26,6 +27,7 @@ from ..service_names import VISION_METHODS, VISION_SERVICE
 from ..services.vision import VisionService
 from .answering import Answer, Work
 from .running import BatchRunner
+from .store import BatchStore
 from .tables import LONGEST_ID, MOST_REQUESTS, Arriving, NewBatch, Result
 
 ENDPOINT = f"/{VISION_SERVICE}"
@@ -38,6 +40,7 @@ _ARRIVING_BYTES = 1024 * 1024
 """So many bytes of requests are stored together."""
 _MOST_LISTED, _USUALLY_LISTED = 100, 20
 _LONGEST_ID = 64
+_T = TypeVar("_T")
 _INLINE_BYTES = 64 * 1024
 _A_MOMENT_S = 0.05
 _CODES = {
@@ -79,10 +82,13 @@ class BatchService(BatchServiceServicer):
         runner.wake()
         return pb.CreateBatchResponse(batch=_batch(made))
 
-    async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
+    async def _about(self, request: Any, work: Callable[..., Awaitable[_T]]) -> _T:
+        """What ``work`` of the store does with the caller's batch that ``request`` names."""
         with _naming("batch_id", request.batch_id):
-            found = await self._taking.store.batch(current.get().principal, request.batch_id)
-        return pb.GetBatchResponse(batch=_batch(found))
+            return await work(self._taking.store, current.get().principal, request.batch_id)
+
+    async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
+        return pb.GetBatchResponse(batch=_batch(await self._about(request, BatchStore.batch)))
 
     async def ListBatches(
         self, request: pb.ListBatchesRequest, context: Context
@@ -99,29 +105,26 @@ class BatchService(BatchServiceServicer):
     async def CancelBatch(
         self, request: pb.CancelBatchRequest, context: Context
     ) -> pb.CancelBatchResponse:
-        with _naming("batch_id", request.batch_id):
-            found = await self._taking.store.cancel(current.get().principal, request.batch_id)
+        found = await self._about(request, BatchStore.cancel)
         self._taking.cancel(request.batch_id)
         return pb.CancelBatchResponse(batch=_batch(found))
 
     async def DeleteBatch(
         self, request: pb.DeleteBatchRequest, context: Context
     ) -> pb.DeleteBatchResponse:
-        with _naming("batch_id", request.batch_id):
-            await self._taking.store.delete_batch(current.get().principal, request.batch_id)
+        await self._about(request, BatchStore.delete_batch)
         self._taking.cancel(request.batch_id)
         return pb.DeleteBatchResponse()
 
     async def StreamBatchResults(  # type: ignore[override]
         self, request: pb.StreamBatchResultsRequest, context: Context
     ) -> None:
-        store, owner, at = self._taking.store, current.get().principal, request.start_index
+        store, at = self._taking.store, request.start_index
         if at < 0:
             raise InvalidRequest("start_index", f"is {at}; must be 0 or more")
         while True:
             changed = store.changed
-            with _naming("batch_id", request.batch_id):
-                batch, found = await store.results(owner, request.batch_id, at)
+            batch, found = await self._about(request, partial(BatchStore.results, at=at))
             if batch["endpoint"] != ENDPOINT:
                 raise InvalidRequest(
                     "batch_id",

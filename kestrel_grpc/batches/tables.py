@@ -194,28 +194,20 @@ class Tables:
             with self.db.blobopen("files", "content", file["rowid"], readonly=True) as content:
                 content.seek(min(at, file["bytes"]))
                 return content.read(_PAGE_BYTES), at + _PAGE_BYTES
-        rows = self.db.execute(
-            "SELECT number, line FROM requests WHERE batch_id = ? AND succeeded = ? AND number >= ? "
-            "ORDER BY number",
-            (file["batch_id"], file["succeeded"], at),
-        )
-        piece = bytearray()
-        for number, line in rows:
-            piece += line + b"\n"
-            at = number + 1
-            if len(piece) >= _PAGE_BYTES:
-                break
-        return bytes(piece), at
+        rows = self.results(file["batch_id"], at, (file["succeeded"],))
+        lines = b"".join(each.line + b"\n" for each in rows)
+        return lines, rows[-1].number + 1 if rows else at
 
-    def results(self, batch_id: str, at: int) -> list[Result]:
-        """Some answers from number ``at`` on, up to the first one that is not there yet."""
+    def results(self, batch_id: str, at: int, kinds: Sequence[int] = (0, 1)) -> list[Result]:
+        """Some answers from number ``at`` on, up to the first one that is not there yet. ``kinds``: 0 of failed
+        requests, 1 of others."""
         query = (
             "SELECT number, custom_id, line FROM requests WHERE batch_id = ? AND number >= ? "
-            "ORDER BY number"
+            f"AND (line IS NULL OR succeeded IN ({places(kinds)})) ORDER BY number"
         )
         found: list[Result] = []
         num_bytes = 0
-        for row in self.db.execute(query, (batch_id, at)):
+        for row in self.db.execute(query, (batch_id, at, *kinds)):
             if row["line"] is None or num_bytes > _PAGE_BYTES:
                 break
             found.append(Result(*row))
@@ -284,7 +276,7 @@ def _caller(owner: Principal) -> str:
     return json.dumps({name: getattr(owner, name) for name in _LIMITS})
 
 
-def places(values: Collection[str]) -> str:
+def places(values: Collection[Any]) -> str:
     return ",".join("?" * len(values))
 
 

@@ -156,9 +156,10 @@ def _print(
         print(json.dumps({**plain, "images": total, "done_before": before}))
         return
     rate = summary.rows / summary.seconds if summary.seconds else 0.0
+    most = summary.most_in_flight
     print(
         f"{summary.rows} images in {summary.seconds:.1f} s ({rate:.2f}/s), {before} were done before, "
-        f"{summary.output_tokens} tokens, at most {summary.most_in_flight} in flight; results in {args.output}"
+        f"{summary.output_tokens} tokens{f', at most {most} in flight' if most else ''}; results in {args.output}"
     )
     if summary.refused:
         print(f"{summary.refused} requests were asked again, because the server was busy or away")
