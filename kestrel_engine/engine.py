@@ -95,7 +95,9 @@ class InferenceEngine(SkillCalls):
         """What each of ``info.skills`` takes."""
         sizes = built.sizes
         self._aio = asyncio.get_running_loop()
-        self._open = OpenRequests(self.info.model, observer, self._note_idle)
+        self._open = OpenRequests(
+            self.info.model, observer, self._note_idle, self.info.image_positions
+        )
         self._delivery = DeliveryThread(
             self._deliver_threadsafe,
             lambda i: self._loop.abort(i),

@@ -92,8 +92,15 @@ class OpenRequest:
 class OpenRequests:
     """add() on acceptance; each ends by a delivery's outcome or by fail_all(). ``on_end`` is called after any ended."""
 
-    def __init__(self, model: str, observer: Observer | None, on_end: Callable[[], None]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: str,
+        observer: Observer | None,
+        on_end: Callable[[], None],
+        image_positions: int = 0,
+    ) -> None:
+        """``image_positions``: of one image in a prompt."""
+        self._model, self._image_positions = model, image_positions
         self._observer = observer
         self._on_end = on_end
         self._open: dict[int, OpenRequest] = {}
@@ -185,11 +192,14 @@ class OpenRequests:
     ) -> None:
         self._streams.discard(request.stream)
         finished = outcome if isinstance(outcome, RequestOutcome) else None
+        # An image that is read in place of tokens counts what it takes in a prompt.
+        images = sum(len(each.images) for each, _ in request.ended if each.reads is not None)
+        read = images * self._image_positions
         metrics = metrics_of(
             request.timings,
             timings,
-            input_tokens=sum(num_positions(each.prompt) for each, _ in request.ended),
-            image_tokens=sum(image_positions(each.prompt) for each, _ in request.ended),
+            input_tokens=read + sum(num_positions(each.prompt) for each, _ in request.ended),
+            image_tokens=read + sum(image_positions(each.prompt) for each, _ in request.ended),
             cached_image_tokens=sum(
                 image_positions(each.prompt, end.timings.cached_tokens)
                 for each, end in request.ended

@@ -179,9 +179,10 @@ class Submitter:
             return None
         looks, num_images = num_looks(request) or 1, len(request.images)
         positions = self._check.positions(checked, num_images)
-        image = self._image_positions * num_images if positions else 0
+        image = self._image_positions * num_images
+        text = max(0, positions - image)  # An image that is read in place of tokens has no prompt.
         output = looks * (checked.token_limit or 0) if positions else 0
-        estimate = TokenEstimate(looks * (positions - image), looks * image, output)
+        estimate = TokenEstimate(looks * text, looks * image, output)
         reservation = request.reserve(estimate)
         held.callback(reservation.close)
         return reservation

@@ -61,6 +61,8 @@ class Endpoint:
     is_raw: bool = False
     fields: KnownFields | None = None
     """The fields that ``read`` knows, for the description of the port."""
+    is_served: bool = True
+    """False if the server always refuses it, so that the description of the port lacks it."""
     takes_body: bool = True
     pulls: bool = False
     """Whether ``read`` gets an Arriving in place of the body, and returns an iterator over its messages."""

@@ -76,11 +76,15 @@ def _document(paths: Mapping[str, Sequence[tuple[str, Endpoint]]]) -> _Schema:
     contract = _Contract()
     described: dict[str, _Schema] = {path: {"get": {"responses": _responses()}} for path in _PLAIN}
     for path, endpoints in paths.items():
-        made = described.setdefault(path.replace(":path}", "}"), {})
+        made: _Schema = {}
         for verb, endpoint in endpoints:
+            if not endpoint.is_served:
+                continue
             is_ours = path.startswith("/kestrel.v1.")
             make = contract.operation if is_ours else contract.foreign
             made[verb.lower()] = make(path, endpoint)
+        if made:
+            described.setdefault(path.replace(":path}", "}"), {}).update(made)
     about = "Fields of kestrel.v1 may also have the names of the protos. docs/use/http.md has more."
     return {
         "openapi": "3.1.0",
@@ -104,6 +108,7 @@ def _responses(kind: str = "", schema: _Schema | None = None) -> _Schema:
             "description": "Done.",
             **({"content": {kind: {"schema": schema}}} if kind else {}),
         },
+        "414": {"description": "The target has more than 8000 bytes."},
         "4XX": {"description": "The request is refused.", **failed},
         "5XX": {"description": "The server can't answer.", **failed},
     }
@@ -129,8 +134,11 @@ class _Contract:
         request, response = self._message(method.input_type), self._message(method.output_type)
         kind, about = "application/json", self._comments[method.full_name]
         if method.server_streaming or method.client_streaming:
-            kind, request, response = "application/connect+json", {}, {}
-            about += " Each message is in an envelope of the Connect protocol."
+            # By the ending +json (RFC 6839), programs would take envelopes of JSON for JSON.
+            kind, request = "application/connect+proto", {"type": "string", "format": "binary"}
+            response = request
+            about += " Each message is in an envelope of the Connect protocol, in binary form, or as JSON"
+            about += " with application/connect+json."
         made: _Schema = {"description": about, "responses": _responses(kind, response)}
         content = {kind: {"schema": request}}
         if endpoint.takes_body:

@@ -9,6 +9,7 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_grpc.http.dialects.known_fields import CHAT, MOONDREAM_SETTINGS
 from kestrel_grpc.http.dialects.openai import UNSUPPORTED_PATHS
+from kestrel_grpc.settings.batches import BatchesConfig
 from tests.environments import python_with
 
 
@@ -30,6 +31,9 @@ async def test_the_document_has_what_the_port_reads(http):
     assert number["type"] == ["number", "string"] and null == {"type": "null"}
     assert "Default" in sampling["temperature"]["description"]
     assert schemas["kestrel.v1.QueryRequest"]["required"] == ["query"]
+    assert "/v2/models/{model}" in paths and "/v2/logging" not in paths, "it is always refused"
+    stream = paths["/kestrel.v1.VisionService/StreamQuery"]["post"]["requestBody"]["content"]
+    assert stream.keys() == {"application/connect+proto"}, "an envelope is no JSON"
     assert schemas["kestrel.v1.QueryTask"]["properties"]["history"]["anyOf"][0]["maxItems"] == 64
     body = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert body["schema"]["properties"].keys() == CHAT.honoured
@@ -41,8 +45,13 @@ async def test_the_document_has_what_the_port_reads(http):
     assert settings["max_objects"]["type"] == ["integer", "null"]
 
 
-_TRIED = "^/(v1|api)/|ModelService|PutImage|/(Query|CountTokens)$"
+_TRIED = "^/(v1|v2|api)/|ModelService|PutImage|/(Query|StreamQuery|CountTokens)$"
 """The paths that are tried: thousands of requests take a minute."""
+_CONFIG = """
+[checks.negative_data_rejection]
+expected-statuses = [400, 404, 405, 406, 411, 413, 414, 415, 422]
+"""
+"""What is refused for the length of its target is refused."""
 
 
 @pytest.mark.slow
@@ -52,7 +61,9 @@ async def test_the_port_does_what_the_document_says(http, tmp_path: Path):
     refused: no schema says which of two fields may be set, or whether a text is an image. The other methods of
     VisionService have the same messages."""
     python = await asyncio.to_thread(python_with, tmp_path, "schemathesis>=4.32,<5")
-    served, _ = await http()
+    config = {"batches": BatchesConfig(path=str(tmp_path / "batches.db"))}
+    served, _ = await http(server_config=config)
+    (tmp_path / "schemathesis.toml").write_text(_CONFIG)
     process = await asyncio.create_subprocess_exec(
         *(python.with_name("schemathesis"), "run"),
         f"http://{served.server.http_addresses[0]}/openapi.json",

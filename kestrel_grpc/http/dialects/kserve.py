@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -107,7 +108,8 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
                 is_raw=True,
             ),
         }
-    return made | {(verb, path): get(method) for verb, path, method in _UNSERVED}
+    refused = {(verb, path): get(method) for verb, path, method in _UNSERVED}
+    return made | {key: replace(each, is_served=False) for key, each in refused.items()}
 
 
 def plain(message: Any) -> dict[str, Any]:

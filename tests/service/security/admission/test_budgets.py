@@ -254,6 +254,10 @@ async def test_a_refused_image_costs_nothing_and_an_unscheduled_request_neither(
     usage = response.usage
     await until(lambda: not account.reserved)
     assert account.windows["day"].used == usage.input_tokens + usage.output_tokens
+    used = usage.input_tokens + usage.output_tokens
+    await served.vision.Embed(pb.EmbedRequest(image=raw_image()))
+    await until(lambda: account.windows["day"].used != used)
+    assert account.windows["day"].used == used + usage.image_tokens
     served.runtime.fail_next = RuntimeError("x")
     await failure(served.vision.Query(query(3)))
     assert account.reserved == 0
