@@ -6,6 +6,7 @@ python -m training.held_out FOLDER      # the sets of ``kestrel eval``; that com
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import random
 from collections import Counter
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from kestrel_client.commands.evaluation.answers import placed
-from training.domains.picture import Ask, Box, Picture
+from training.domains.picture import Ask, Box, Picture, Pixels, as_numpy
 from training.mixture import draw_picture, draw_size
 
 # What issue 40 wants, by kind of request.
@@ -104,12 +105,55 @@ def write_set(folder: Path, name: str, each: int, seed: int) -> None:
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
+def worn(rng: random.Random, pixels: Pixels) -> Pixels:
+    """Reduced in size and enlarged again, noisy and compressed, so that a model makes errors."""
+    height, width = pixels.shape[:2]
+    share = rng.uniform(0.4, 0.9)
+    small = Image.fromarray(np.asarray(pixels)).resize((int(share * width), int(share * height)))
+    noise = as_numpy(rng).normal(0, rng.uniform(2, 16), pixels.shape)
+    noisy = np.clip(np.asarray(small.resize((width, height))) + noise, 0, 255).astype(np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(noisy).save(data, "JPEG", quality=rng.randint(25, 70))
+    return np.asarray(Image.open(data))
+
+
+def write_labels(folder: Path, domains: Sequence[str], each: int, seed: int) -> None:
+    """Write ``each`` pictures of a domain, every second one worn, and labels in COCO's form for ``calibrate``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    categories: dict[str, int] = {}
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for number, (_, picture) in enumerate(held_out(each, domains, seed)):
+        pixels = worn(random.Random(number), picture.pixels) if number % 2 else picture.pixels
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        height, width = pixels.shape[:2]
+        image = {"id": number, "file_name": f"{number}.png", "width": width, "height": height}
+        found = {a.text: a.boxes for a in picture.asks if a.skill in ("detect", "point")}
+        numbers = {text: categories.setdefault(text, len(categories)) for text in found}
+        images.append(
+            {**image, "neg_category_ids": [numbers[t] for t, b in found.items() if not b]}
+        )
+        annotations += [
+            {"id": 0, "image_id": number, "category_id": numbers[text], "bbox": [x0, y0, x1 - x0, y1 - y0]}
+            for text, boxes in found.items()
+            for x0, y0, x1, y1 in boxes
+        ]  # fmt: skip
+    named = [{"id": number, "name": text} for text, number in categories.items()]
+    labels = {"images": images, "annotations": annotations, "categories": named}
+    (folder / "annotations.json").write_text(json.dumps(labels), encoding="utf-8")
+
+
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("folder", type=Path, help="gets a folder for each set")
-    p.add_argument("--each", type=int, default=30, help="pictures of a set")
+    p.add_argument("--labels", action="store_true", help="labels for calibrate in place of sets")
+    p.add_argument("--each", type=int, default=30, help="pictures of a set, or of a domain")
     p.add_argument("--seed", type=int, default=40)
     given = p.parse_args()
+    if given.labels:
+        domains = [domain for those in SETS.values() for domain in those]
+        write_labels(given.folder, domains, given.each, given.seed)
+        return
     for name in SETS:
         write_set(given.folder / name, name, given.each, given.seed)
 
