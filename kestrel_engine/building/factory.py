@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from .. import clock
 from ..adapters.library import AdapterLibrary
 from ..adapters.lora import LoRA
+from ..adapters.origins.origins import Origins
 from ..config.runtime import RuntimeConfig
 from ..config.sizes import Sizes
 from ..errors import ConfigError
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from ..kernels.kernel_cache import CompileMeter
     from ..models.refiner import Refiner
     from ..runtime.gpu.adapters.layout import SlabLayout
-    from ..runtime.gpu.adapters.upload import SlabUpload
     from .early_kernels import EarlyKernels
 
 logger = logging.getLogger(__name__)
@@ -168,41 +168,20 @@ def _build(
         opened = open_model(config, progress=progress)
         early = _early_kernels(config, opened.config, running)
     if device.type == "cpu":
-        given, config = config, cpu_choice.completed(config, opened)
+        config = _completed_for_cpu(config, opened)
         dtype = dtype_of(config)
-        if choice := cpu_choice.described(config, given):
-            logger.info("%s: %s", opened.name, choice)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    model = _seen(opened.config, config)
-    if config.attention == "flashinfer" and model.text.head_dim not in FLASHINFER_HEADS:
-        raise ConfigError(
-            "attention", "flashinfer", f"has no kernels for heads of {model.text.head_dim} values"
-        )
-    if config.attention == "flashinfer" and model.text.tau_attn and model.text.n_heads % 4:
-        # A row of queries, keys, values and two numbers a head begins at a multiple of 16 bytes.
-        raise ConfigError(
-            "attention",
-            "flashinfer",
-            f"takes 4, 8, 12 … heads of this model, not {model.text.n_heads}",
-        )
-    scales = kv_scales_of(config, opened, device, dtype, kernels)
-    slabs = None
-    if kernels and (lora is not None or origins is not None):
-        slabs = _slab_layout(model, dtype, device)
-    narrow = narrow_of(config, device, kernels)
-    plan = Plan(
+    plan = _plan(
         config,
-        model,
+        opened,
         device,
         dtype,
         kernels,
-        scales,
-        slabs,
         progress,
-        narrow=narrow,
-        four_bits=opened.is_in_four_bits(narrow),
+        adapted=lora is not None or origins is not None,
     )
+    model, slabs = plan.model, plan.slabs
     check_pool(config, model, plan.page_size, plan.page_bytes)
     adapter = None if lora is None else lora.adapter(model.text, dtype, device, slabs)
     codec = Tokenizer.from_file(opened.tokenizer_path, vocab_size=model.text.vocab_size)
@@ -215,7 +194,9 @@ def _build(
                 early.wait(progress)
             plan = fitted(plan, refiner)
             runtime, capture_s = runtime_of(plan, weights.tensors, refiner, opened.name)
-            upload = None if origins is None else _adapter_upload(config, device, slabs)
+            adapters = None
+            if origins is not None:
+                adapters = _adapter_library(origins, plan)
             built_s = clock.now() - read_at
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
@@ -223,17 +204,6 @@ def _build(
     load = LoadTimes(weights_s=weights.seconds, build_s=built_s - capture_s, capture_s=capture_s)
     info = _info(opened, plan, weights, runtime.limits, load)
     _log(runtime, info, built_s, compiling)
-    adapters = None
-    if origins is not None:
-        adapters = AdapterLibrary(
-            origins,
-            model,
-            dtype=dtype,
-            max_bytes=config.adapter_cache_bytes,
-            host_bytes=config.adapter_sources.host_bytes,
-            packer=slabs,
-            upload=upload,
-        )
     return Built(
         runtime,
         model,
@@ -246,6 +216,58 @@ def _build(
         adapters=adapters,
         lora=adapter,
     )
+
+
+def _plan(
+    config: RuntimeConfig,
+    opened: OpenedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: bool,
+    progress: Progress | None,
+    adapted: bool,
+) -> Plan:
+    """``adapted``: the weights or requests have adapters. Raises ConfigError where the model refuses a choice."""
+    model = _seen(opened.config, config)
+    if config.attention == "flashinfer":
+        _check_flashinfer(model)
+    scales = kv_scales_of(config, opened, device, dtype, kernels)
+    slabs = None
+    if kernels and adapted:
+        slabs = _slab_layout(model, dtype, device)
+    narrow = narrow_of(config, device, kernels)
+    return Plan(
+        config,
+        model,
+        device,
+        dtype,
+        kernels,
+        scales,
+        slabs,
+        progress,
+        narrow=narrow,
+        four_bits=opened.is_in_four_bits(narrow),
+    )
+
+
+def _completed_for_cpu(config: RuntimeConfig, opened: OpenedModel) -> RuntimeConfig:
+    """With what `cpu_choice` chooses for the model, which the log names."""
+    completed = cpu_choice.completed(config, opened)
+    if choice := cpu_choice.described(completed, config):
+        logger.info("%s: %s", opened.name, choice)
+    return completed
+
+
+def _check_flashinfer(model: ModelConfig) -> None:
+    """Raises ConfigError where FlashInfer's kernels don't take the model's heads."""
+    text, reason = model.text, None
+    if text.head_dim not in FLASHINFER_HEADS:
+        reason = f"has no kernels for heads of {text.head_dim} values"
+    elif text.tau_attn and text.n_heads % 4:
+        # A row of queries, keys, values and two numbers a head begins at a multiple of 16 bytes.
+        reason = f"takes 4, 8, 12 … heads of this model, not {text.n_heads}"
+    if reason is not None:
+        raise ConfigError("attention", "flashinfer", reason)
 
 
 def _seen(model: ModelConfig, config: RuntimeConfig) -> ModelConfig:
@@ -361,15 +383,22 @@ def _refiner(opened: OpenedModel, plan: Plan) -> Refiner | None:
     return refiner
 
 
-def _adapter_upload(
-    config: RuntimeConfig, device: torch.device, layout: SlabLayout | None
-) -> SlabUpload | None:
-    """What copies adapters to the device; None on a CPU."""
+def _adapter_library(origins: Origins, plan: Plan) -> AdapterLibrary:
+    """The named adapters, and what copies them to a device that is no CPU."""
     from ..runtime.gpu.adapters.upload import SlabUpload
 
-    if device.type != "cuda":
-        return None
-    return SlabUpload(device, 0 if layout is None else config.adapter_cache_bytes)
+    config, upload = plan.config, None
+    if plan.device.type == "cuda":
+        upload = SlabUpload(plan.device, 0 if plan.slabs is None else config.adapter_cache_bytes)
+    return AdapterLibrary(
+        origins,
+        plan.model,
+        dtype=plan.dtype,
+        max_bytes=config.adapter_cache_bytes,
+        host_bytes=config.adapter_sources.host_bytes,
+        packer=plan.slabs,
+        upload=upload,
+    )
 
 
 def _slab_layout(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SlabLayout:
