@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
-from kestrel_engine import clock
+from kestrel_engine import EngineOverloaded, clock
 
 from .answering import Answer, BatchCalls, Form
 from .store import BatchStore
@@ -22,6 +22,8 @@ EXPIRE_EVERY_S = 60.0
 _RETRY_S = 1.0
 """A caller whose request the server refused, because it is busy, waits so long."""
 _LOOK_S = 1.0
+_UNSTORED = (sqlite3.Error, EngineOverloaded)
+"""What the store raises if the disk is full."""
 OFF_PEAK_S = 60.0
 """It is off-peak if no other call has asked a model for so long."""
 
@@ -82,7 +84,7 @@ class BatchRunner:
                         await self.store.expire()
                         expires_at = clock.now() + EXPIRE_EVERY_S
                     await self._begin()
-                except sqlite3.Error as error:  # The disk may be full.
+                except _UNSTORED as error:
                     logger.error("batches wait: %s", error)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _LOOK_S)
@@ -129,7 +131,7 @@ class BatchRunner:
             while True:
                 try:
                     return await self.store.answer(request, line, answer.succeeded)
-                except sqlite3.Error as error:  # The disk may be full.
+                except _UNSTORED as error:
                     logger.error("the answer to a request of a batch waits: %s", error)
                 await asyncio.sleep(_RETRY_S)
         finally:

@@ -28,10 +28,6 @@ ReadRequests = Callable[[bytes, str], tuple[list[tuple[str, bytes]], list[dict[s
 """From a file and an endpoint to the ids and bodies of requests, and what is wrong with the lines."""
 
 
-class StoreUnwritable(EngineOverloaded, sqlite3.Error):
-    """The file can't be written: the disk may be full."""
-
-
 class BatchStore:
     """Raises ConfigError if the file cannot be used, or another process uses it."""
 
@@ -60,7 +56,7 @@ class BatchStore:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _change(self, work: Callable[[], _T]) -> _T:
-        """Runs ``work`` as one transaction. Raises StoreUnwritable."""
+        """Runs ``work`` as one transaction. Raises EngineOverloaded if the file can't be written."""
 
         def change() -> _T:
             try:
@@ -69,7 +65,7 @@ class BatchStore:
                     return work()
             except sqlite3.OperationalError as error:
                 why = f"files and batches can't be stored: {error}; try again later"
-                raise StoreUnwritable(why, retry_after_s=60) from None
+                raise EngineOverloaded(why, retry_after_s=60) from None
 
         changed = await self._run(change)
         self.changed.set()

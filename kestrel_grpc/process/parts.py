@@ -65,7 +65,9 @@ class ServerParts:
         worker = config.telemetry.worker
         audit = None if config.audit_log is None else AuditLog(config.audit_log, worker)
         self.guard = guard = Guard(
-            *(config.security, config.max_message_bytes, self._check_room, tcp_ports),
+            *(config.security, config.max_message_bytes),
+            served.check_room if config.batches.path is None else self._check_room,
+            tcp_ports,
             check_audit=None if audit is None else audit.check,
         )
         self.records = CallRecords(config, served, audit)
@@ -94,9 +96,9 @@ class ServerParts:
             self._side_tasks.append(SideTask(batches.run, batches.close))
 
     def _check_room(self, principal: Principal) -> None:
-        """As of Guard."""
-        if self.batches is not None:
-            self.batches.note_call()
+        """As of Guard, of a server that takes batches."""
+        assert self.batches is not None, "made before the first call"
+        self.batches.note_call()
         self.served.check_room(principal)
 
     def _services(self, images: RequestImages) -> HttpServices:
