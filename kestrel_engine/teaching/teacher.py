@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,17 +105,9 @@ async def teach(
         before = await judge(engine, judged, None, progress)
         replayed = await replay(engine, images, settings.seed, progress) if settings.replay else []
     base = {image.path: image.examples for image in replayed}
-
-    def lessons(some: Sequence[TaughtImage]) -> list[ImageLessons]:
-        return [
-            ImageLessons(
-                image.path,
-                tuple(_written(image.examples, context, 1.0)),
-                tuple(_written(base.get(image.path, ()), context, settings.replay)),
-            )
-            for image in some
-        ]
-
+    lessons, held_out_lessons = (
+        _lessons(some, base, context, settings.replay) for some in (training, held_out)
+    )
     # A name that starts with a dot is no adapter's, so no server reads from this folder.
     with tempfile.TemporaryDirectory(prefix=".teaching-", dir=folder) as made:
         file = Path(made) / f"{adapter}.safetensors"
@@ -129,7 +121,7 @@ async def teach(
 
         try:
             fitted = await asyncio.to_thread(
-                _fit, config, settings, lessons(training), lessons(held_out), file, step, progress
+                _fit, config, settings, lessons, held_out_lessons, file, step, progress
             )
         finally:
             # A task that is cancelled leaves its thread behind. It ends with the next step.
@@ -156,6 +148,23 @@ async def teach(
         for written in (described, file):
             _publish(written, folder)
     return report
+
+
+def _lessons(
+    images: Sequence[TaughtImage],
+    base: Mapping[Path, Sequence[Example]],
+    context: SkillContext,
+    weight: float,
+) -> list[ImageLessons]:
+    """``base``: the base model's answers by image; ``weight``: theirs."""
+    return [
+        ImageLessons(
+            image.path,
+            tuple(_written(image.examples, context, 1.0)),
+            tuple(_written(base.get(image.path, ()), context, weight)),
+        )
+        for image in images
+    ]
 
 
 def _free_place(config: RuntimeConfig, adapter: str, overwrite: bool) -> Path:

@@ -10,6 +10,7 @@ import argparse
 import io
 import json
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,26 +65,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
-    """The tools. Each opens the client's connection once, at its first use."""
-    from mcp.server.mcpserver import Image, MCPServer
-    from mcp.server.mcpserver.exceptions import ToolError
+class _Answers:
+    """What the tools return. The first use of one opens the client's connection."""
 
-    server: MCPServer[Any] = MCPServer("kestrel", instructions=_INSTRUCTIONS, log_level="WARNING")
-    opened: list[AsyncKestrelClient] = []
+    def __init__(self, args: argparse.Namespace, root: Path | None) -> None:
+        self._args, self._root = args, root
 
-    def client() -> AsyncKestrelClient:
-        if not opened:
-            opened.append(open_async_client(args))
-        return opened[0]
+    @cached_property
+    def _client(self) -> AsyncKestrelClient:
+        return open_async_client(self._args)
 
     async def ask(
-        skill: str, image: str, *arguments: Any, draws: bool = False, **options: Any
+        self, skill: str, image: str, *arguments: Any, draws: bool = False, **options: Any
     ) -> list[Any]:
+        """The result as JSON and, if ``draws``, as a drawing. Raises ToolError."""
+        from mcp.server.mcpserver import Image
+        from mcp.server.mcpserver.exceptions import ToolError
+
         try:
-            result = await getattr(client(), skill)(_source(image, root), *arguments, **options)
+            method = getattr(self._client, skill)
+            result = await method(_source(image, self._root), *arguments, **options)
         except KestrelError as error:
-            raise ToolError(failure_text(error, args.server, args.timeout)) from None
+            raise ToolError(failure_text(error, self._args.server, self._args.timeout)) from None
         except CommandError as error:
             raise ToolError(str(error)) from None
         texts = [json.dumps(result.to_dict(), ensure_ascii=False)]
@@ -95,6 +98,14 @@ def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
         except (ImportError, KestrelError):
             return texts  # No Pillow, or the image is only known by its id.
         return [*texts, Image(data=file.getvalue(), format="png")]
+
+
+def _server(args: argparse.Namespace, root: Path | None) -> MCPServer[Any]:
+    """The tools."""
+    from mcp.server.mcpserver import MCPServer
+
+    server: MCPServer[Any] = MCPServer("kestrel", instructions=_INSTRUCTIONS, log_level="WARNING")
+    ask = _Answers(args, root).ask
 
     @server.tool(structured_output=False)
     async def query(
