@@ -116,11 +116,10 @@ class Code:
         return self._module
 
     def _prepare(self) -> None:
-        """Builds what runs before the threads."""
+        """Builds what runs before the threads: nothing, unless a subclass does."""
 
     def _share(self) -> None:
-        """Builds what a thread runs."""
-        raise NotImplementedError
+        """Builds what a thread runs, in each subclass."""
 
     def _part(self, count: Any) -> tuple[Any, Any]:
         """The first of ``count`` things that are this thread's, and one past the last."""
