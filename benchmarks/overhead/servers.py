@@ -22,6 +22,7 @@ from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_grpc.logs.records import set_up_logging
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.process.server import KestrelServer
+from kestrel_grpc.settings.batches import BatchesConfig
 from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
@@ -68,9 +69,9 @@ def run_server(pipe: Connection, load: Load) -> None:
 def run_canned(pipe: Connection, load: Load, watched: bool, http: bool = False) -> None:
     """Runs the server with a CannedEngine. ``watched``: whether all optional monitoring is on: the access log in JSON,
     metrics, unsampled traces, load in trailers. ``http``: whether it has an HTTP port, whose address follows the other
-    one after a comma."""
+    one after a comma, and takes batches."""
 
-    async def main() -> None:
+    async def main(folder: str) -> None:
         config = _config(load)
         info = paced_build(config, step_s=load.step_s, staging_s=0.0).info
         engine: CannedEngine | None = None
@@ -84,7 +85,8 @@ def run_canned(pipe: Connection, load: Load, watched: bool, http: bool = False) 
 
         served = _server_config(watched)
         if http:
-            served = replace(served, http=HttpConfig(http_listen=served.listen))
+            batches = BatchesConfig(path=f"{folder}/batches.db")
+            served = replace(served, http=HttpConfig(http_listen=served.listen), batches=batches)
         server = KestrelServer(served, config, load_engine)
         await server.start()
         await server.load()
@@ -94,10 +96,10 @@ def run_canned(pipe: Connection, load: Load, watched: bool, http: bool = False) 
         await server.stop(grace_s=0)
 
     _set_up_interpreter()
-    with tempfile.TemporaryFile("w") as log:
+    with tempfile.TemporaryFile("w") as log, tempfile.TemporaryDirectory() as folder:
         if watched:
             _watch(log)
-        asyncio.run(main())
+        asyncio.run(main(folder))
 
 
 def _server_config(watched: bool) -> ServerConfig:

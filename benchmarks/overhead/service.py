@@ -28,8 +28,11 @@ from .echo_server import STREAM, UNARY, run_echo
 from .servers import QUESTION, Load, Pace, run_canned
 
 STREAM_LIMIT_US, UNARY_LIMIT_US = 15.0, 150.0
-SERVERS = {"as it is": False, "watched": True}
-"""Whether each server's optional monitoring is on."""
+ROUTES = "all routes"
+SERVERS = {"as it is": (False, False), ROUTES: (False, True), "watched": (True, False)}
+"""Whether each server's optional monitoring is on, and whether it has an HTTP port and batches, which nobody uses."""
+MOST_OF_ROUTES = 1.03
+"""Limit on the CPU time with all routes, of the time without them."""
 ECHO, HEADERS_ECHO = "echo", "echo, headers too"
 _ENGINE = NAMES["kestrel-canned"]
 
@@ -47,6 +50,11 @@ class _Side:
     @property
     def is_echo(self) -> bool:
         return self.name.startswith(ECHO)
+
+    @property
+    def grpc(self) -> str:
+        """The address by gRPC. ``address`` may have one by HTTP after it."""
+        return self.address.partition(",")[0]
 
     def ask(self, question: str) -> Any:
         self.pipe.send(question)
@@ -76,12 +84,12 @@ class _Processes:
 
 
 def measure_streams(
-    report: Report, load: Load, rounds: int, servers: Mapping[str, bool] = SERVERS
+    report: Report, load: Load, rounds: int, servers: Mapping[str, tuple[bool, bool]] = SERVERS
 ) -> None:
     """Measures the streams of ``load``, which start at the same time, from the first full step to the last."""
 
     def measure(side: _Side) -> tuple[float, float]:
-        callers.read_streams(side.address, load.tokens)
+        callers.read_streams(side.grpc, load.tokens)
         if side.is_echo:
             return 1e6 * float(side.ask("streamed")) / (load.tokens * load.streams), 0.0
         window = side.ask("window")
@@ -89,9 +97,9 @@ def measure_streams(
         return per_token * window.cpu_s, per_token * window.by_thread[_ENGINE]
 
     with Callers(load.streams) as callers, _Processes() as processes:
-        sides = [processes.add(name, run_canned, load, on) for name, on in servers.items()]
+        sides = [processes.add(name, run_canned, load, *on) for name, on in servers.items()]
         first = sides[0]
-        messages = callers.read_streams(first.address, load.tokens)[0].messages
+        messages = callers.read_streams(first.grpc, load.tokens)[0].messages
         assert max(map(tokens_of, messages)) == load.tokens, "a stream ended early"
         window = first.ask("window")
         pause_s = window.wall_s / window.steps * load.tokens / len(messages)
@@ -138,20 +146,20 @@ def measure_unary(
     load: Load,
     paces: Sequence[Pace],
     rounds: int,
-    servers: Mapping[str, bool] = SERVERS,
+    servers: Mapping[str, tuple[bool, bool]] = SERVERS,
 ) -> None:
     """Measures questions of one token each, without an image and with a small cached image. Without a pause, each
     caller calls again after each answer."""
     num = load.streams
     few = Pace(num, 2, 0.01)
     with Callers(num) as callers, _Processes() as processes:
-        served = [processes.add(name, run_canned, load, on) for name, on in servers.items()]
+        served = [processes.add(name, run_canned, load, *on) for name, on in servers.items()]
         for name, image in (("a unary call", None), ("a call with an image", jpeg(1, 64, 64))):
             request = pb.QueryRequest(query={"question": QUESTION, "max_tokens": 1})
             if image is not None:
                 request.images.add(encoded=image)
             data = request.SerializeToString()
-            answers = [callers.call(side.address, data, few)[0] for side in served]
+            answers = [callers.call(side.grpc, data, few)[0] for side in served]
             echo = (run_echo, UNARY, answers[:1], num)
             echoes = [
                 processes.add(ECHO, *echo, load.step_s),
@@ -159,7 +167,7 @@ def measure_unary(
                 processes.add(f"{ECHO} that answers at once", *echo, 0.0),
             ]
             for side in echoes:
-                callers.call(side.address, data, few)
+                callers.call(side.grpc, data, few)
             for pace in paces:
                 sides = [replace(side, seen=[]) for side in (*served, *echoes)]
                 _take_turns(sides, rounds, lambda side: _asked(side, callers, data, pace))  # noqa: B023
@@ -198,6 +206,11 @@ def _report_sides(
     served = sides[0]
     label = f"us of CPU that the service adds to {what}"
     report.bar(label, statistics.median(_added(served, same)), limit_us)
+    for each in sides:
+        if each.name == ROUTES:
+            turns = range(len(each.seen))
+            ratio = statistics.median(each.cost(turn) / served.cost(turn) for turn in turns)
+            report.bar(f"CPU of {what} with all routes, of without", ratio, MOST_OF_ROUTES)
 
 
 def _added(side: _Side, echo: _Side) -> list[float]:
@@ -207,7 +220,7 @@ def _added(side: _Side, echo: _Side) -> list[float]:
 
 def _asked(side: _Side, callers: Callers, request: bytes, pace: Pace) -> tuple[float, float]:
     before: Snapshot = side.ask("cpu")
-    callers.call(side.address, request, pace)
+    callers.call(side.grpc, request, pace)
     after: Snapshot = side.ask("cpu")
     per_call = 1e6 / (pace.calls * pace.callers)
     engine = after.by_thread.get(_ENGINE, 0.0) - before.by_thread.get(_ENGINE, 0.0)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
         calls = max(1, round(rate * args.seconds / load.streams))
         pace = Pace(load.streams, calls, load.streams / rate)
         if args.of != "engine":
-            servers = {"as it is": False} if args.quick else overhead_service.SERVERS
+            servers = {"as it is": (False, False)} if args.quick else overhead_service.SERVERS
             overhead_service.measure_streams(report, load, args.rounds, servers)
             overhead_service.measure_wires(report, load, args.rounds)
             paces = (pace, Pace(load.streams, calls, 0.0))

@@ -45,8 +45,9 @@ async def test_the_document_has_what_the_port_reads(http):
     assert settings["max_objects"]["type"] == ["integer", "null"]
 
 
-_TRIED = "^/(v1|v2|api)/|ModelService|PutImage|/(Query|StreamQuery|CountTokens)$"
-"""The paths that are tried: thousands of requests take a minute."""
+_TRIED = "^/(v1|v2|api)/|ModelService|PutImage|/(Query|CountTokens)$"
+"""The paths that are tried: thousands of requests take a minute. Schemathesis can't make envelopes: streams are left to
+tests/abuse/connections/test_every_route.py."""
 _CONFIG = """
 [checks.negative_data_rejection]
 expected-statuses = [400, 404, 405, 406, 411, 413, 414, 415, 422]
@@ -55,7 +56,7 @@ expected-statuses = [400, 404, 405, 406, 411, 413, 414, 415, 422]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_the_port_does_what_the_document_says(http, tmp_path: Path):
     """By schemathesis, with requests that follow the document and requests that don't. What follows it may still be
     refused: no schema says which of two fields may be set, or whether a text is an image. The other methods of
