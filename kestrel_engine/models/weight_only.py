@@ -27,6 +27,8 @@ from . import few_rows
 
 FEW_ROWS = 16
 """The most rows for which a CPU's product reads the weight in 4 or 8 bits. With more rows, widening it costs less."""
+WIDENED = 1 << 22
+"""Numbers of an int8 weight that are widened at a time."""
 CPU_ROWS, CPU_GROUPS = 64, (32, 64, 128, 256)
 """torch's product of 4 bits: what the rows of a weight are a multiple of on every processor, and the groups."""
 GROUP = 128
@@ -47,6 +49,8 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
             return y.to(x.dtype).view(*x.shape[:-1], -1)
     if scales is None:
         return F.linear(x, weight, bias)
+    if weight.dtype == torch.int8 and rows > FEW_ROWS and _widens(x.dtype):
+        return _many(x, weight, scales, bias)
     if not _is_of_torch(weight) or (rows > FEW_ROWS and _widens(x.dtype)):
         return F.linear(x, widened(weight, scales, x.dtype), bias)
     narrow = x.reshape(rows, -1).to(torch.bfloat16)
@@ -58,6 +62,21 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, flat, group, scales)
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y.add_(bias)
+
+
+def _many(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns ``x @ W.T + bias`` [..., N] for an int8 weight, whose numbers are exact in x's dtype. The scales of its
+    rows follow the product. Some rows at a time are widened, into memory that stays in the processor's caches."""
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    scales, step = scales.to(x.dtype), max(1, WIDENED // weight.shape[1])
+    for first in range(0, len(weight), step):
+        some = slice(first, first + step)
+        part = F.linear(x, weight[some].to(x.dtype))
+        if bias is None:
+            torch.mul(part, scales[some], out=y[..., some])
+        else:
+            torch.addcmul(bias[some], part, scales[some], out=y[..., some])
+    return y
 
 
 def _few(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor | None:

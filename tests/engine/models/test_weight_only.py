@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kestrel_engine.models import few_rows
+from kestrel_engine.models import few_rows, weight_only
 from kestrel_engine.models.weight_only import (
     FEW_ROWS,
     pack_for_cpu,
@@ -87,6 +87,7 @@ def test_experts_are_packed_one_by_one():
 @pytest.mark.parametrize("rows", [1, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_eight_bits(rows, dtype):
+    torch.manual_seed(0)
     weight = torch.randn(48, 112) * torch.logspace(-3, 1, 48).unsqueeze(1)
     small, scale = round_rows(weight)
     assert small.dtype == torch.int8 and scale.dtype == torch.bfloat16
@@ -96,6 +97,17 @@ def test_rows_of_eight_bits(rows, dtype):
     wanted = x.float() @ weight.T
     found = product(x, small, scale, None)
     assert (found.float() - wanted).norm() < 0.015 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_read_eight_bits_some_at_a_time(dtype, monkeypatch):
+    monkeypatch.setattr(weight_only, "WIDENED", 5 * 112)
+    small, scale = round_rows(torch.randn(48, 112))
+    x, bias = torch.randn(2, FEW_ROWS, 112).to(dtype), torch.randn(48).to(dtype)
+    wanted = x.float() @ widened(small, scale, torch.float32).T + bias.float()
+    found = product(x, small, scale, bias)
+    assert found.dtype == dtype and found.shape == (2, FEW_ROWS, 48)
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=2**-5)
 
 
 def test_rounding_to_groups_uses_the_whole_range_and_keeps_zero():
