@@ -32,7 +32,7 @@ WANTED = {
     "shapes segment": 1.5, "shapes count": 1.5, "shapes count reasoned": 0.5, "shapes presence reasoned": 0.5,
     "icons count": 3, "icons point": 0.5, "icons caption": 0.5, "screens cell": 3, "screens field": 3,
     "screens count": 1.5, "screens click": 0.5, "screens element": 0.5, "screens menu": 0.5, "text value": 2,
-    "text cell": 2, "text line": 2, "text here": 1.5,
+    "text cell": 2, "text line": 2, "text here": 2, "absent": 2,
     "photo name": 2, "photo outside": 2, "photo caption": 0.5, "emoji name": 2, "emoji outside": 1.5,
 }  # fmt: skip
 TURNED, MOST_TURN = 0.1, 6.0  # share of the pictures that are turned; degrees
