@@ -85,10 +85,7 @@ def application(
 ) -> Any:
     """The ASGI application. ``origins``: of the pages whose programs may read the responses; "*" stands for all.
     ``runner``: None if the server takes no batches."""
-    vision, models, inference, served = (
-        *(services.vision, services.models, services.inference),
-        services.served,
-    )
+    vision, _, models, inference, _, served = services
     largest = guard.messages.largest
     dialects: list[Mapping[tuple[str, str], Endpoint]] = [
         moondream.endpoints(vision, lambda: served.names),
