@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._utils import _get_device_index
 
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig
 from kestrel_engine.building import factory, room, runtimes
@@ -110,13 +111,19 @@ def test_a_small_card_gets_smaller_steps(card: dict[str, int]) -> None:
 
 def test_a_limit_on_the_memory_of_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"mem_get_info": (60 * GIB, 80 * GIB), "memory_reserved": GIB, "is_initialized": True}
-    for name, value in told.items():
+    for name, value in (told | {"current_device": 1}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    shares = {0: 0.25}
+
+    def share_of(device: int) -> float:
+        """As torch's, which takes no device without an index."""
+        return shares[_get_device_index(device)]
+
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", share_of)
     for share, free in ((1.0, 60), (0.5, 39), (0.8, 60), (0.01, 0)):
-        monkeypatch.setattr(
-            torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share
-        )
-        assert memory.device_available(CARD) == free * GIB
+        shares[1] = share
+        assert memory.device_available(torch.device("cuda")) == free * GIB
+    assert memory.device_available(torch.device("cuda", 0)) == 19 * GIB
 
 
 def test_plain_operators_on_a_card_need_more(card: dict[str, int]) -> None:

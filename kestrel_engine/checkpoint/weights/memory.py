@@ -61,7 +61,9 @@ def device_available(device: torch.device) -> int | None:
 
         free, total = torch.cuda.mem_get_info(device)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            share = torch.cuda.get_per_process_memory_fraction(device)
+            # Torch takes no device without an index here.
+            index = torch.cuda.current_device() if device.index is None else device.index
+            share = torch.cuda.get_per_process_memory_fraction(index)
             if share < 1:
                 free = min(free, max(0, int(share * total) - torch.cuda.memory_reserved(device)))
         return free
