@@ -260,13 +260,9 @@ def _completed_for_cpu(config: RuntimeConfig, opened: OpenedModel) -> RuntimeCon
 
 def _check_flashinfer(model: ModelConfig) -> None:
     """Raises ConfigError where FlashInfer's kernels don't take the model's heads."""
-    text, reason = model.text, None
-    if text.head_dim not in FLASHINFER_HEADS:
-        reason = f"has no kernels for heads of {text.head_dim} values"
-    elif text.tau_attn and text.n_heads % 4:
-        # A row of queries, keys, values and two numbers a head begins at a multiple of 16 bytes.
-        reason = f"takes 4, 8, 12 … heads of this model, not {text.n_heads}"
-    if reason is not None:
+    head_dim = model.text.head_dim
+    if head_dim not in FLASHINFER_HEADS:
+        reason = f"has no kernels for heads of {head_dim} values"
         raise ConfigError("attention", "flashinfer", reason)
 
 

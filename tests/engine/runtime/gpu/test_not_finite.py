@@ -212,8 +212,8 @@ def test_captured_graphs_of_every_kind_of_attention(family, attention, dtype):
         pytest.importorskip("flashinfer")
         if dtype == torch.float32:
             pytest.skip("FlashInfer computes in half types")
-    # FlashInfer has no kernels for heads of 32 values, and takes 4 heads with tau attention.
-    size = {"heads": 4, "head_dim": 64} if attention == "flashinfer" else {}
+    # FlashInfer has no kernels for heads of 32 values. Rows of 394 numbers are no multiple of 16 bytes.
+    size = {"head_dim": 64} if attention == "flashinfer" else {}
     config, tensors = small_model(family, **size)
     tensors = {name: t.to(DEVICE, dtype) for name, t in tensors.items()}
     made = GpuRuntime(config, tensors, Options(attention=attention, **SIZES))
