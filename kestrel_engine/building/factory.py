@@ -192,6 +192,10 @@ def _build(
             refiner = _refiner(opened, plan)
             if early is not None:
                 early.wait(progress)
+            if kernels:
+                from ..runtime.gpu.weights import pack_weights
+
+                pack_weights(plan.model, weights.tensors)
             plan = fitted(plan, refiner)
             runtime, capture_s = runtime_of(plan, weights.tensors, refiner, opened.name)
             adapters = None

@@ -33,6 +33,9 @@ released model in bfloat16. `footprint.reserve_bytes` counts them."""
 CPU_POOL_SHARE = 0.5
 """On a CPU the KV pool's default takes at most this share of the memory left beside the weights."""
 
+SMALL_PASS = 4
+"""Crops that the vision tower encodes at once where the device has little room."""
+
 PLAIN_CROPS = 8
 """Crops that the plain vision tower encodes together."""
 
@@ -95,11 +98,13 @@ def _bytes_of_one(model: ModelConfig, itemsize: int) -> int:
 
 
 def most_crops(sizes: Sizes) -> int:
-    """Crops that the vision tower encodes at once: those of the largest step, up to the size of a pass."""
+    """Crops that the vision tower encodes at once: those of the largest step, up to the size of a pass. A device with
+    the smallest sizes has room for passes of SMALL_PASS."""
     from ..runtime.gpu.attention.patches import BATCHES
     from ..scheduler.budget import IDLE_SCALE
 
-    return min(sizes.step_crops * IDLE_SCALE, BATCHES[-1])
+    small = sizes.max_batch_size <= 2 and sizes.step_crops == 1
+    return SMALL_PASS if small else min(sizes.step_crops * IDLE_SCALE, BATCHES[-1])
 
 
 def reserve_of(

@@ -71,13 +71,11 @@ def _torch_runtime(
 def _gpu_runtime(
     plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None
 ) -> tuple[Runtime, float]:
-    """Builds GpuRuntime. Returns it, and the seconds that capturing graphs took."""
+    """Builds GpuRuntime of packed ``tensors``. Returns it, and the seconds that capturing graphs took."""
     from ..runtime.gpu.parts import Options
     from ..runtime.gpu.runtime import GpuRuntime
-    from ..runtime.gpu.weights import pack_weights
 
     sizes = plan.sizes
-    pack_weights(plan.model, tensors)
     pool = plan_of_pool(plan, refiner)
     options = Options(
         num_pages=pool.num_pages,
