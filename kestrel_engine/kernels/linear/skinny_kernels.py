@@ -26,7 +26,7 @@ from ..adapters.slabs import (
     store_shrunk,
 )
 from .gelu import gelu_tanh
-from .int4 import two_groups
+from .int4 import offset_numbers, scaled_sums, two_groups
 
 
 @triton.jit
@@ -49,6 +49,7 @@ def dot_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TILE_BYTES: tl.constexpr, BOXES: tl.constexpr, TAU_PAD: tl.constexpr, FIRST: tl.constexpr,
     HIDDEN: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr, GROUP: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * k_per_split
@@ -134,13 +135,23 @@ def dot_kernel(
     if GROUP:
         # BLOCK_K bytes are two groups of 4-bit numbers. No tile has a part beyond the end.
         scale_rows = scales + (first + rows_n).to(tl.int64) * scale_stride
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        # Its product with x has the sum of x in each of its rows, where the sums of the weights are.
+        ones = tl.full([BLOCK_N, BLOCK_K], 1.0, DTYPE)
         for at in tl.range(begin, end, 2 * GROUP, num_stages=STAGES):
             w = tl.load(w_at + at // 2, mask=keep_n[:, None], other=0)
-            high, low = two_groups(w, scale_rows + at // GROUP * 2, keep_n, x.dtype.element_ty)
-            rows = tl.load(x_at + at, mask=keep_m[:, None], other=0.0)
-            acc = tl.dot(high, tl.trans(rows), acc, input_precision="ieee")
-            rows = tl.load(x_at + at + GROUP, mask=keep_m[:, None], other=0.0)
-            acc = tl.dot(low, tl.trans(rows), acc, input_precision="ieee")
+            high_x = tl.load(x_at + at, mask=keep_m[:, None], other=0.0)
+            low_x = tl.load(x_at + at + GROUP, mask=keep_m[:, None], other=0.0)
+            of_groups = scale_rows + at // GROUP * 2
+            if DTYPE == tl.float32:
+                high, low = two_groups(w, of_groups, keep_n, DTYPE)
+                acc = tl.dot(high, tl.trans(high_x), acc, input_precision="ieee")
+                acc = tl.dot(low, tl.trans(low_x), acc, input_precision="ieee")
+            else:
+                high = offset_numbers(w, 1, DTYPE, PTX)
+                acc += scaled_sums(high, ones, high_x, of_groups, keep_n)
+                low = offset_numbers(w, 0, DTYPE, PTX)
+                acc += scaled_sums(low, ones, low_x, of_groups + 2, keep_n)
     else:
         for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
             if BOXES:

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..adapters.slabs import MOST_SLABS, RANKS, RowSlabs
-from .int4 import group_of
+from .int4 import group_of, int4_row_kernel
 from .skinny_kernels import dot_kernel, row_kernel
-from .skinny_tiling import MAX_ROWS, Tiling, splits_of, tiling_of, tiling_of_groups
+from .skinny_tiling import MAX_ROWS, Tiling, splits_of, tiling_of, tiling_of_groups, tiling_of_row
 
 ADAPTERS_AT_ONCE = 8
 """The slabs of adapters that a tile multiplies at once. 16 rows with 8 adapters of rank 16 have so many."""
@@ -167,6 +168,10 @@ def _launch(
             gelu_from, EVEN_K=even_k, ONE_TILE=k_per_split == t.block_k, **options,
         )  # fmt: skip
         return
+    if rows == 1 and group and scales is not None and tau is None and adapted is None:
+        if _takes_words(x, weight, scales):
+            _launch_int4_row(x, weight, given_bias, scales, out, k_per_split, gelu_from, options)
+            return
     boxes = t.boxes and even_k and not group and _is_aligned(weight)
     tau_weights, content = (out, out) if tau is None else tau
     columns, tau_k = (0, 0) if tau is None else tau_weights.shape
@@ -192,6 +197,7 @@ def _launch(
         STAGES=t.stages,
         SCALED=scales is not None and not group,
         GROUP=group,
+        PTX=x.is_cuda,
         TILE_BYTES=t.block_k * weight.element_size(),
         BOXES=boxes,
         TAU_PAD=0 if tau is None else max(16, triton.next_power_of_2(columns)),
@@ -199,6 +205,41 @@ def _launch(
         HIDDEN=0 if changes.hidden is None else ADAPTERS_AT_ONCE,
         HELD=int(changes.hidden is not None and rows <= HELD_ROWS and (pdl or not x.is_cuda)),
         **options,
+    )  # fmt: skip
+
+
+def _takes_words(x: Tensor, weight: Tensor, scales: Tensor) -> bool:
+    """Returns whether `int4_row_kernel` takes one row: values of two bytes, and addresses that are aligned for it."""
+    aligned = weight.data_ptr() % 4 == 0 and weight.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+    if scales.element_size() == 2:
+        aligned = aligned and scales.data_ptr() % 8 == 0 and scales.stride(0) % 4 == 0
+    return aligned and x.element_size() == 2
+
+
+def _launch_int4_row(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    k_per_split: int,
+    gelu_from: int,
+    options: dict[str, Any],
+) -> None:
+    n, group = len(weight), group_of(weight, scales)
+    t = tiling_of_row(k_per_split // (2 * group))
+    kind = getattr(tl, str(scales.dtype).removeprefix("torch."))
+    packed = scales.view(n, -1) if kind == tl.float32 else scales.view(n, -1).view(torch.int64)
+    given = {
+        name: options[name]
+        for name in ("HAS_BIAS", "HAS_GELU", "PDL", "launch_pdl")
+        if name in options
+    }
+    int4_row_kernel[(triton.cdiv(n, t.block_n), len(out))](
+        x.view(torch.int64), weight.view(torch.int32), bias, packed, out, n, k_per_split, x.shape[1],
+        weight.stride(0) // 4, packed.stride(0), out.stride(0), gelu_from,
+        X_DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")), SCALE_DTYPE=kind, GROUP=group,
+        PAIRS=t.pairs, BLOCK_N=t.block_n, PTX=x.is_cuda, num_warps=t.warps, **given,
     )  # fmt: skip
 
 

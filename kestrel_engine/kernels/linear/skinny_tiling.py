@@ -60,7 +60,21 @@ def tiling_of(rows: int, n: int, k: int, splits: int, element_bytes: int) -> Til
 
 def tiling_of_groups(rows: int, group: int) -> Tiling:
     """Returns the tiling of a weight in 4 bits. A step reads ``group`` bytes of each row, and twice as much of x."""
-    return Tiling(64, group, stages=4 if rows <= 32 else 3 if rows <= 64 else 2)
+    return Tiling(64, group, stages=3 if rows <= 64 else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiling:
+    """The tiling of a weight in 4 bits for one row of x. ``pairs``: of groups, along K."""
+
+    block_n: int
+    pairs: int
+    warps: int
+
+
+def tiling_of_row(pairs: int) -> RowTiling:
+    """Returns the tiling for parts of K of ``pairs`` pairs of groups."""
+    return RowTiling(16, min(2, pairs & -pairs), 4)
 
 
 def content_parts(rows: int, weight: Tensor, tau_k: int) -> int:

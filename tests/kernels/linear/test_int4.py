@@ -36,10 +36,13 @@ def test_widening_gives_the_same_bits_as_the_reference(dtype, scales_dtype, n, k
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 8, 33])
+@pytest.mark.parametrize(
+    ("rows", "scales_dtype"),
+    [(1, torch.float32), (1, torch.float16), (8, torch.float16), (33, torch.float32)],
+)
 @pytest.mark.parametrize(("n", "k", "group"), [(75, 96, 16), (128, 512, 128)])
-def test_few_rows(dtype, rows, n, k, group):
-    weight, scales = narrow(n, k, group)
+def test_few_rows(dtype, rows, scales_dtype, n, k, group):
+    weight, scales = narrow(n, k, group, scales_dtype)
     x, bias = torch.randn(rows, k, device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
     wide = widened(weight, scales, dtype).double()
     found = skinny_linear(x, weight, bias, scales=scales, gelu_from=n - 8)
