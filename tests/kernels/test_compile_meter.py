@@ -39,7 +39,14 @@ def fresh(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_kernel_is_compiled_once_and_found_the_next_time():
     """In a process of its own: where kernels are interpreted, Triton's language is no longer the compiler's."""
-    chosen = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-q", f"{__file__}::test_in_a_process_of_its_own"]
+    chosen = [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-q",
+        f"{__file__}::test_in_a_process_of_its_own",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *chosen],
         env=os.environ | {"KESTREL_TEST_COMPILER": "1", "TRITON_INTERPRET": "0"},
