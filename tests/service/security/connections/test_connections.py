@@ -172,16 +172,18 @@ async def test_a_reader_who_does_not_read_is_cut_off(serve, large_events, kind):
     assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
-async def test_a_reader_who_is_only_slow_gets_everything(moved_clock, serve, large_events):
+async def test_a_reader_who_is_only_slow_is_not_cut_off(moved_clock, serve, large_events):
     config = {"security": SecurityConfig(calls=CallLimits(write_s=400, deadline_s=None))}
     served = await serve(EndlessRuntime(), server_config=config)
-    stream = served.vision.StreamQuery(query(60))
-    events = []
-    async for event in stream:
+    stream = served.vision.StreamQuery(query(NO_END))
+    events = aiter(stream)
+    # Under load, an event may hold several tokens. So the test counts events, not tokens.
+    for _ in range(60):
+        await anext(events)
         moved_clock.advance(10)
-        events.append(event)
-    assert events[-1].HasField("final")
-    assert len(events) > 50
+    assert served.engine.num_requests == 1
+    stream.cancel()
+    await until(lambda: not served.engine.num_requests)
 
 
 async def test_a_storm_of_cancellations_leaves_nothing_behind(serve):
