@@ -103,6 +103,7 @@ types: $(INSTALLED)
 
 imports: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest -q -p no:cacheprovider -p no:xdist tests/test_architecture.py
 
 unused: $(INSTALLED)
 	$(BIN)/vulture
