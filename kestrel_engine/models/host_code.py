@@ -45,7 +45,7 @@ def openmp() -> str | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
-    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
+    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/" in line}
     paths = [
         path for path in sorted(loaded) if "gomp" in Path(path).name or "omp5" in Path(path).name
     ]
