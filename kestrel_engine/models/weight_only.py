@@ -49,7 +49,9 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
             return y.to(x.dtype).view(*x.shape[:-1], -1)
     if scales is None:
         return F.linear(x, weight, bias)
-    if weight.dtype == torch.int8 and rows > FEW_ROWS and _widens(x.dtype):
+    # Sums of unscaled numbers exceed float16.
+    in_range = x.dtype != torch.float16
+    if weight.dtype == torch.int8 and rows > FEW_ROWS and in_range and _widens(x.dtype):
         return _many(x, weight, scales, bias)
     if not _is_of_torch(weight) or (rows > FEW_ROWS and _widens(x.dtype)):
         return F.linear(x, widened(weight, scales, x.dtype), bias)

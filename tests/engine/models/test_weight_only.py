@@ -110,6 +110,12 @@ def test_many_rows_read_eight_bits_some_at_a_time(dtype, monkeypatch):
     torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=2**-5)
 
 
+def test_unscaled_sums_of_many_rows_may_exceed_float16():
+    weight, scale = round_rows(torch.full((64, 128), 0.01))
+    found = product(torch.full((FEW_ROWS + 1, 128), 10.0).half(), weight, scale, None)
+    torch.testing.assert_close(found, torch.full_like(found, 12.8), rtol=0.01, atol=0)
+
+
 def test_rounding_to_groups_uses_the_whole_range_and_keeps_zero():
     weight = torch.randn(8, 512)
     weight[3] = 0
