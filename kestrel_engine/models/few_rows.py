@@ -11,6 +11,7 @@ group are whole numbers, so a row's result does not depend on the other rows.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal
@@ -65,7 +66,7 @@ def product(
     """
     rows, k, n = len(x), x.shape[-1], len(weight)
     y = x.new_empty(rows, n, dtype=torch.float32)
-    x = x.contiguous() if form == "bf16" else x.float()
+    x = (x if form == "bf16" else x.float()).contiguous()
     for first in range(0, rows, MOST_ROWS):
         some = x[first : first + MOST_ROWS]
         compiled_rows = 1 << (len(some) - 1).bit_length()
@@ -301,7 +302,7 @@ class _Code(host_code.Code):
                 # Numbers that are no finite ones make the step, and so the whole row, no finite one.
                 small = b.fcmp_ordered("<", most, self._float(1e-30))
                 step = b.select(small, self._float(0.0), b.fdiv(most, self._float(127.0)))
-                finite = b.fcmp_ordered("<", most, self._float(1e38))
+                finite = b.fcmp_ordered("<", most, self._float(math.inf))
                 inverse = b.fdiv(self._float(127.0), b.select(small, self._float(1.0), most))
                 inverse = self._splat(b.select(finite, inverse, self._float(0.0)))
                 with self._loop(first, b.add(first, long(self._group)), LANES) as at:

@@ -1,5 +1,7 @@
 """Products of few rows on a CPU, compiled for each kind of processor: exact but for the rounding of x."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -81,6 +83,20 @@ def test_a_number_that_is_not_finite_shows_in_its_row_only(form, bad):
     torch.testing.assert_close(found[1], values.sum(1), rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_rows_that_are_not_contiguous_or_have_a_very_large_number(form):
+    weight, scales, values = weight_of(form)
+    group = few_rows.group_of(form, weight, scales)
+    x = torch.randn(K, 2).T
+    found = few_rows.product(form, x, weight, scales, group)
+    assert torch.equal(found, few_rows.product(form, x.contiguous(), weight, scales, group))
+    x = torch.zeros(1, K)
+    x[0, 77] = 2e38
+    found, wanted = few_rows.product(form, x, weight, scales, group)[0], values[:, 77] * 2e38
+    finite = found.isfinite()
+    torch.testing.assert_close(found[finite], wanted[finite], rtol=1e-3, atol=1e33)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_models_product_uses_them_with_any_number_of_threads(threads, monkeypatch):
@@ -133,3 +149,15 @@ def test_what_they_cannot_take_is_left_to_torch(monkeypatch):
     with torch.enable_grad():
         weight = torch.randn(64, 128).bfloat16()
         product(torch.randn(1, 128).bfloat16(), weight, None, None)
+
+
+def test_torchs_threads_are_found_in_a_folder_with_a_space(tmp_path, monkeypatch):
+    library = tmp_path / "my venv" / "libgomp-1.so"
+    library.parent.mkdir()
+    library.symlink_to(host_code.openmp())
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 42    {library}\n7f02-7f03 rw-p 0 00:00 0 \n")
+    monkeypatch.setattr(
+        host_code, "Path", lambda path: Path(maps if path == "/proc/self/maps" else path)
+    )
+    assert host_code.openmp.__wrapped__() == str(library)
