@@ -154,7 +154,9 @@ def _build(
     from ..checkpoint.open import open_model
     from ..preprocess.tokenizer import Tokenizer
     from ..runtime.gpu.footprint import DEVICE_PIXELS
+    from ..runtime.thread_choice import forget_passes
 
+    forget_passes()
     device, dtype = device_of(config), dtype_of(config)
     kernels = uses_kernels(config, device)
     check_fp8_gemms(config, device, dtype, kernels)

@@ -1,10 +1,44 @@
-"""Chooses between one thread and all threads for decode passes on a CPU, by the time that such passes took.
+"""The threads of torch's operators on a CPU, and the choice between one and all of them for decode passes.
 
 Two idle cores read weights nearly twice as fast as one. Beside busy processes, threads wait for the one that has no
-core, at more than a hundred barriers a pass. Then one thread is faster.
+core, at more than a hundred barriers a pass. Then one thread is faster. The choice goes by the time that passes took.
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_lock = threading.Lock()
+_before: list[int] = []
+"""The numbers of threads that passes under way will restore."""
+
+
+@contextmanager
+def limited(threads: int) -> Iterator[None]:
+    """Sets the number of threads of the operators that this thread runs."""
+    with _lock:
+        before = torch.get_num_threads()
+        _before.append(before)
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        with _lock:
+            torch.set_num_threads(before)
+            _before.remove(before)
+
+
+def forget_passes() -> None:
+    """Gives a new thread the number of threads that holds outside of passes. torch gives it the number that any thread
+    has set last, which may be that of another model's pass."""
+    with _lock:
+        if _before:
+            torch.set_num_threads(max(_before))
+
 
 _MOST_PASSES = 128
 """The passes after which the other number of threads is tried again, if it was slower each time."""

@@ -47,7 +47,7 @@ from .protocol import StepHandle
 from .reading import PendingReading, fetch
 from .refinement import Refinement, arrays_of, results_of
 from .sampler import DrawnToken, sample
-from .thread_choice import ThreadChoice
+from .thread_choice import ThreadChoice, limited
 
 SMALL_PASS = 12_000_000
 """The largest number of multiply-adds of a layer's qkv projection for which a pass runs on one CPU thread.
@@ -118,7 +118,10 @@ class TorchRuntime:
         self._choices: dict[int, ThreadChoice] = {}
         """By the number of rows of a decode pass."""
         self._lost = LostWork()
-        self._device_thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-device")
+        # The thread may begin while a pass of another model limits the threads that torch gives new threads.
+        self._device_thread = ThreadPoolExecutor(
+            1, "kestrel-device", torch.set_num_threads, (torch.get_num_threads(),)
+        )
         self._pending: deque[PendingStep] = deque()
 
     @property
@@ -313,12 +316,9 @@ class TorchRuntime:
             wanted = choice.next()
         else:
             wanted = threads
-        torch.set_num_threads(wanted)
         began = clock.now()
-        try:
+        with limited(wanted):
             yield
-        finally:
-            torch.set_num_threads(threads)
         if choice is not None:
             choice.took(clock.now() - began)
 

@@ -1,5 +1,7 @@
 """The torch runtime on small random models: plans, images, failures. Exactness is tested in tests/golden."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from kestrel_engine.runtime import torch_runtime
 from kestrel_engine.runtime.batch import build_batch
 from kestrel_engine.runtime.kv_cache import KvCache, bytes_per_page
 from kestrel_engine.runtime.protocol import Runtime
-from kestrel_engine.runtime.thread_choice import ThreadChoice
+from kestrel_engine.runtime.thread_choice import ThreadChoice, forget_passes, limited
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import Coord, ImageBlock, PreparedImage, SamplingParams, Size
 from kestrel_engine.types.step import (
@@ -359,7 +361,7 @@ def prefill_and_decode(runtime, decodes=1):
 
 @pytest.mark.parametrize(("small_pass", "threads"), [(10**9, 1), (0, 2)])
 def test_only_small_passes_run_on_one_thread(
-    runtime, monkeypatch, threads_of_passes, small_pass, threads
+    threads_of_passes, runtime, monkeypatch, small_pass, threads
 ):
     monkeypatch.setattr(torch_runtime, "SMALL_PASS", small_pass)
     prefill_and_decode(runtime, decodes=6)
@@ -370,6 +372,18 @@ def test_decode_in_half_types_tries_one_thread(monkeypatch, threads_of_passes, m
     monkeypatch.setattr(torch_runtime, "SMALL_PASS", 0)
     prefill_and_decode(new_runtime(dtype=torch.bfloat16), decodes=6)
     assert threads_of_passes[:6] == [2, 2, 2, 2, 2, 1]
+
+
+def test_a_pass_limits_no_thread_of_another_model(threads_of_passes):
+    def of_new_thread():
+        with ThreadPoolExecutor(1, initializer=forget_passes) as thread:
+            return thread.submit(torch.get_num_threads).result()
+
+    another = new_runtime()
+    with limited(1):
+        prefill_and_decode(another)
+        assert of_new_thread() == 2
+    assert of_new_thread() == another._device_thread.submit(torch.get_num_threads).result() == 2
 
 
 def test_the_faster_number_of_threads_is_chosen():
