@@ -39,7 +39,6 @@ def completed(config: RuntimeConfig, opened: OpenedModel) -> RuntimeConfig:
         config,
         precision=_precision(opened),
         fp8_gemms="auto",
-        kv_cache_dtype="auto",
         weights="auto",
         max_crops=None if tiles >= opened.config.vision.max_crops else tiles,
     )

@@ -46,6 +46,8 @@ def test_what_is_set_stays(monkeypatch):
     assert (found.cpu_threads, found.max_crops) == (7, 2)
     config, found = chosen(monkeypatch, cpu_threads=7)
     assert found.max_crops is None, "all tiles of the model"
+    config, found = chosen(monkeypatch, kv_cache_dtype="fp8")
+    assert (found.precision, found.kv_cache_dtype) == ("bfloat16", "fp8")
     for precision in ("float32", "int4"):
         config, found = chosen(monkeypatch, precision=precision, total=4, cpu_threads=2)
         assert found == config
