@@ -319,9 +319,12 @@ def _made(
 
 def _seconds(work: Callable[[], object]) -> float:
     """The least duration of several: other work of the machine, threads and packing make others longer."""
-    work()  # The first one compiles.
-    end, least = clock.now() + _MEASURED_S, inf
-    while (begun := clock.now()) < end:
-        work()
-        least = min(least, clock.now() - begun)
+    import torch
+
+    with torch.inference_mode():  # With gradients, a model uses torch's products.
+        work()  # The first one compiles.
+        end, least = clock.now() + _MEASURED_S, inf
+        while (begun := clock.now()) < end:
+            work()
+            least = min(least, clock.now() - begun)
     return max(least, 1e-9)

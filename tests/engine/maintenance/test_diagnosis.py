@@ -231,3 +231,10 @@ def test_the_speed_is_measured():
     tiny = open_model(RuntimeConfig()).config
     time = model.estimate(RuntimeConfig(), tiny, "float32")
     assert time.token_s > 0 and 0 < time.first_small_s < time.first_large_s
+
+
+def test_products_are_measured_as_answers_compute_them(monkeypatch):
+    monkeypatch.setattr(model, "_MEASURED_S", 0)
+    grads = []
+    model._seconds(lambda: grads.append(torch.is_grad_enabled()))
+    assert grads == [False]
