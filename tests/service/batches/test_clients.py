@@ -22,6 +22,8 @@ from kestrel_client import (
     NotFoundError,
     QueryTask,
 )
+from kestrel_grpc.batches import running
+from kestrel_grpc.batches.store import BatchStore
 from kestrel_grpc.cli.program import main
 from kestrel_grpc.settings.batches import BatchesConfig
 from tests.service.conftest import HeldRuntime
@@ -131,6 +133,35 @@ async def test_the_command_leaves_its_batch_and_comes_back(serve, images, tmp_pa
         other = await client.create_batch({"x": (None, QueryTask("Why?"))})
     assert await run(served, "other.jsonl", "--on-server", "--batch", other.batch_id) == 1
     assert "is of other images" in capsys.readouterr().err
+
+
+async def test_the_command_outlives_the_limit_of_a_call(
+    moved_clock, serve, images, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(running, "OFF_PEAK_S", 3600)
+    served = await serve(server_config=kept_in(tmp_path))
+    store = served.server.batches.store
+    results, asked, pauses = store.results, asyncio.Event(), []
+
+    async def noted(*args: Any) -> Any:
+        asked.set()
+        return await results(*args)
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        moved_clock.advance(3601)
+
+    monkeypatch.setattr(
+        BatchStore, "results", lambda store, *args, **named: noted(*args, *named.values())
+    )
+    monkeypatch.setattr("kestrel_client.commands.batch.on_server.time.sleep", pause)
+    words = ["batch", str(images / "0.png"), "--caption", "short", "--max-tokens", "4", "--quiet"]
+    words += ["--output", str(tmp_path / "a.jsonl"), "--server", served.server.addresses[0]]
+    words += ["--on-server", "--off-peak", "--patience", "0"]
+    command = asyncio.create_task(asyncio.to_thread(main, words))
+    await asked.wait()
+    moved_clock.advance(121)  # The limit of a call is 120 s.
+    assert await command == 0 and len(pauses) == 1
 
 
 def test_flags_that_do_not_fit(tmp_path, capsys):

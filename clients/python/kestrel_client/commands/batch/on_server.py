@@ -10,7 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kestrel_client import KestrelClient, KestrelError, Task, UnavailableError
+from kestrel_client import (
+    DeadlineExceededError,
+    KestrelClient,
+    KestrelError,
+    Task,
+    UnavailableError,
+)
 
 from ..connection import open_client, sdk_errors, servers_of
 from ..flags import SettingsError
@@ -75,7 +81,8 @@ def run_on_server(
 
 
 def _results(client: KestrelClient, args: argparse.Namespace, requests: Any) -> Any:
-    """The results of the batch, whose server may restart. Raises KestrelError."""
+    """The results of the batch. The server may restart, and it limits the duration of each stream. Raises
+    KestrelError."""
     start, since = 0, time.monotonic()
     while True:
         try:
@@ -83,10 +90,12 @@ def _results(client: KestrelClient, args: argparse.Namespace, requests: Any) -> 
                 yield result
                 start, since = result.index + 1, time.monotonic()
             return
+        except DeadlineExceededError:
+            since = time.monotonic()
         except UnavailableError:
             if time.monotonic() - since > args.patience:
                 raise
-            time.sleep(_PAUSE_S)
+        time.sleep(_PAUSE_S)
 
 
 def _id(row: Row) -> str:
