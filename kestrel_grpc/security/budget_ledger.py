@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kestrel_engine import ConfigError
+from kestrel_engine import ConfigError, clock
 
 from .admission.budgets import MOST_REMEMBERED, Account
 from .files import writable_by_all
@@ -22,16 +22,19 @@ logger = logging.getLogger(__name__)
 
 _WAIT_S = 1.0
 """Limit on the wait for another process's turn."""
+_LOOK_S = 0.01
+_PID_BITS = 32
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS used (
     principal TEXT PRIMARY KEY, minute_began INTEGER NOT NULL, minute REAL NOT NULL, day_began INTEGER NOT NULL,
     day REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS reserved (
-    principal TEXT NOT NULL, pid INTEGER NOT NULL, tokens REAL NOT NULL, PRIMARY KEY (principal, pid)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS reservations (
+    principal TEXT NOT NULL, process INTEGER NOT NULL, tokens REAL NOT NULL, PRIMARY KEY (principal, process))
+    WITHOUT ROWID;
 """
 _STALE = """
-UPDATE used SET minute = minute + tokens, day = day + tokens FROM reserved
-    WHERE reserved.principal = used.principal AND pid = ?
+UPDATE used SET minute = minute + tokens, day = day + tokens FROM reservations
+    WHERE reservations.principal = used.principal AND process = ?
 """
 """What a killed process had reserved counts as used."""
 
@@ -40,7 +43,7 @@ class BudgetLedger:
     """``path``: of the file, which is made if it is missing. Raises ConfigError."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._pid, self._has_complained = path, os.getpid(), False
+        self._path, self._process, self._has_complained = path, _process(os.getpid()), False
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC, 0o600))
             if writable_by_all(path):
@@ -48,7 +51,7 @@ class BudgetLedger:
             self._db = sqlite3.connect(
                 path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
             )
-            self._db.execute("PRAGMA journal_mode = WAL")
+            self._write_ahead()
             self._db.execute("PRAGMA synchronous = OFF")
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
             self._clean()
@@ -56,6 +59,17 @@ class BudgetLedger:
             why = (error.strerror if isinstance(error, OSError) else "") or str(error)
             shown = f"file={path}"
             raise ConfigError("token_budget", shown, f"the file cannot be used: {why}") from None
+
+    def _write_ahead(self) -> None:
+        """SQLite does not wait here while another process opens the file, so this does."""
+        for left in reversed(range(round(_WAIT_S / _LOOK_S))):
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or not left:
+                    raise
+            clock.sleep(_LOOK_S)
 
     def close(self) -> None:
         """The ledger is used no more. Idempotent."""
@@ -87,25 +101,27 @@ class BudgetLedger:
         if (found := self._db.execute(query, (account.principal,)).fetchone()) is not None:
             minute, day = account.windows["minute"], account.windows["day"]
             minute.began, minute.used, day.began, day.used = found
-        query = "SELECT total(tokens) FROM reserved WHERE principal = ? AND pid != ?"
-        (account.elsewhere,) = self._db.execute(query, (account.principal, self._pid)).fetchone()
+        query = "SELECT total(tokens) FROM reservations WHERE principal = ? AND process != ?"
+        (account.elsewhere,) = self._db.execute(
+            query, (account.principal, self._process)
+        ).fetchone()
 
     def _write(self, account: Account) -> None:
         minute, day = account.windows["minute"], account.windows["day"]
         values = (account.principal, minute.began, minute.used, day.began, day.used)
         self._db.execute("INSERT OR REPLACE INTO used VALUES (?, ?, ?, ?, ?)", values)
-        own = (account.principal, self._pid, account.reserved)
-        self._db.execute("INSERT OR REPLACE INTO reserved VALUES (?, ?, ?)", own)
+        own = (account.principal, self._process, account.reserved)
+        self._db.execute("INSERT OR REPLACE INTO reservations VALUES (?, ?, ?)", own)
         self._db.execute("COMMIT")
         self._has_complained = False
 
     def _clean(self) -> None:
         """Settles what processes that have ended had reserved, and forgets the principals seen least recently."""
         self._db.execute("BEGIN IMMEDIATE")
-        for (pid,) in self._db.execute("SELECT DISTINCT pid FROM reserved").fetchall():
-            if pid == self._pid or not _lives(pid):
-                self._db.execute(_STALE, (pid,))
-                self._db.execute("DELETE FROM reserved WHERE pid = ?", (pid,))
+        for (process,) in self._db.execute("SELECT DISTINCT process FROM reservations").fetchall():
+            if process == self._process or not _lives(process):
+                self._db.execute(_STALE, (process,))
+                self._db.execute("DELETE FROM reservations WHERE process = ?", (process,))
         query = "SELECT principal FROM used ORDER BY minute_began DESC LIMIT -1 OFFSET ?"
         old = self._db.execute(query, (MOST_REMEMBERED,)).fetchall()
         self._db.executemany("DELETE FROM used WHERE principal = ?", old)
@@ -117,11 +133,22 @@ class BudgetLedger:
         self._has_complained = True
 
 
-def _lives(pid: int) -> bool:
+def _process(pid: int) -> int:
+    """What names a process: its pid and, on Linux, its begin, because a later process may have the same pid."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            began = int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        began = 0
+    return (began << _PID_BITS | pid) & (1 << 63) - 1
+
+
+def _lives(process: int) -> bool:
+    pid = process & (1 << _PID_BITS) - 1
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
         pass
-    return True
+    return _process(pid) == process

@@ -1,15 +1,16 @@
 """Budgets of tokens: none is overdrawn by more than one reservation, and neither clocks nor restarts renew one."""
 
 import asyncio
+import sqlite3
 
 import grpc
 import pytest
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import ConfigError, EngineMetrics, TokenEstimate
+from kestrel_engine import ConfigError, EngineMetrics, TokenEstimate, clock
 from kestrel_grpc.security.admission import budgets as room
 from kestrel_grpc.security.admission.budgets import BudgetExceeded, Budgets
-from kestrel_grpc.security.budget_ledger import BudgetLedger
+from kestrel_grpc.security.budget_ledger import BudgetLedger, _process
 from kestrel_grpc.security.identity.principal import Principal, Scope
 from kestrel_grpc.security.identity.tokens import (
     TokenFileError,
@@ -168,7 +169,7 @@ def shared(path, text="minute=100,day=100"):
 def test_workers_and_restarts_share_a_budget(tmp_path, wall):
     path = tmp_path / "budgets"
     one, other = shared(path), shared(path)
-    other.ledger._pid = 1  # Of a process that lives.
+    other.ledger._process = _process(1)  # It lives.
     held = reserve(one, text=30)
     spend(other, 40)
     with pytest.raises(BudgetExceeded, match="70 of 100"):
@@ -183,6 +184,22 @@ def test_workers_and_restarts_share_a_budget(tmp_path, wall):
     reserve(one, text=50)
     with pytest.raises(BudgetExceeded, match="90 of 100"):
         reserve(shared(path), text=11)
+    # Of an ended process, whose pid another one has now.
+    other = shared(path, "day=200")
+    other.ledger._process = _process(1) + (1 << 32)
+    reserve(other, text=100)
+    spend(shared(path, "day=200"), 0)
+    [held] = one.ledger._db.execute("SELECT total(tokens) FROM reservations").fetchall()
+    assert held == (0,)
+
+
+def test_processes_that_open_a_file_at_one_time_wait(tmp_path):
+    path = str(tmp_path / "budgets")
+    busy = sqlite3.connect(path, isolation_level=None)
+    busy.execute("BEGIN IMMEDIATE")
+    with clock.installed(sleep=lambda seconds: busy.execute("COMMIT")):
+        BudgetLedger(path).close()
+    assert not busy.in_transaction
 
 
 def test_a_file_of_budgets_that_fails_is_named_once(tmp_path, wall, caplog):
