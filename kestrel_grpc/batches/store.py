@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from kestrel_engine import ConfigError, EngineOverloaded, InvalidRequest, clock
 
-from ..edge.failures.errors import StoredNotFound
 from ..security.identity.principal import Principal
 from ..settings.batches import BatchesConfig
 from .tables import MOST_FILES, Arriving, NewBatch, Result, Tables, Waiting, full, places
@@ -180,27 +179,26 @@ class BatchStore:
         return await self._change(start)
 
     async def drop(self, batch: Arriving) -> None:
-        """Deletes the requests of a batch that was not started. Idempotent."""
+        """Deletes a batch whose caller does not get its id. Idempotent. No cancellation stops it."""
 
         def drop() -> None:
             self._tables.arriving.pop(batch.batch_id, None)
-            self._tables.db.execute(
-                "DELETE FROM requests WHERE batch_id = ?1 AND NOT EXISTS (SELECT 1 FROM batches WHERE id = ?1)",
-                (batch.batch_id,),
-            )
+            self._tables.delete_batch(batch.batch_id)
 
-        await self._change(drop)
+        await asyncio.shield(self._change(drop))
 
     async def batches(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
         """Newest first. ``after``: the id of the last batch that the caller knows; "" for the first ones."""
 
         def found() -> list[dict[str, Any]]:
-            ids = "SELECT id FROM batches WHERE owner = ? ORDER BY created_at DESC, id"
-            known = [row[0] for row in self._tables.db.execute(ids, (owner.name,))]
-            if after and after not in known:
-                raise StoredNotFound("after", f"you have no batch {after[:100]!r}")
-            begin = known.index(after) + 1 if after else 0
-            return [self._tables.batch(each) for each in known[begin : begin + limit]]
+            query = "SELECT id FROM batches WHERE owner = ? {} ORDER BY created_at DESC, id LIMIT ?"
+            rest, known = "", []
+            if after:
+                rest = "AND created_at <= ? AND (created_at < ? OR id > ?)"
+                last = self._tables.owned("batches", owner, after, "after")["created_at"]
+                known = [last, last, after]
+            ids = self._tables.db.execute(query.format(rest), (owner.name, *known, limit))
+            return [self._tables.batch(row[0]) for row in ids.fetchall()]
 
         return await self._run(found)
 
@@ -266,7 +264,8 @@ class BatchStore:
             turns = chain.from_iterable(zip_longest(*lists))
             found = [each for each in turns if each is not None][:most]
             self._tables.claimed.update(each[:2] for each in found)
-            return found
+            query = "SELECT body FROM requests WHERE batch_id = ? AND number = ?"
+            return [each._replace(body=self._tables.one(query, *each[:2])[0]) for each in found]
 
         return await self._run(claim)
 

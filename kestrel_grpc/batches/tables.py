@@ -25,14 +25,12 @@ MOST_REQUESTS, LONGEST_ID = 50_000, 512
 WINDOW_S = 24 * 3600
 """A batch that has not ended by then expires."""
 _SHARE = 4
-_BATCH_BYTES = 16 * 1024
-"""What each batch counts at least, so that a caller has at most some 65,000 of them, however small."""
 _PAGE_BYTES = 64 * 1024
 """What a reader of a file holds at one time, beside the last line."""
 _DAY_S = 86_400.0
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _LIMITS = ("weight", "minute_tokens", "day_tokens")
-_COLUMNS = {"files": "rowid, id, bytes, batch_id, succeeded", "batches": "id, ended_at"}
+_COLUMNS = {"files": "rowid, id, bytes, batch_id, succeeded", "batches": "id, ended_at, created_at"}
 
 
 class Waiting(NamedTuple):
@@ -144,18 +142,14 @@ class Tables:
 
     def check_share(self, owner: str, more: int) -> None:
         """Raises EngineOverloaded if ``more`` bytes exceed the caller's share, or the store."""
-        size = f"bytes + {_BATCH_BYTES} + length(metadata) + length(coalesce(errors, ''))"
-        query = (
-            "SELECT (SELECT total(bytes) FROM files {0}) + "
-            f"(SELECT total({size}) FROM batches {{0}})"
-        )
         arriving = self.arriving.values()
-        own = self.one(query.format("WHERE owner = ?1"), owner)[0]
+        own = self.one("SELECT total(bytes) FROM held WHERE owner = ?", owner)[0]
         own += sum(each.bytes for each in arriving if each.owner.name == owner)
         most = self._config.max_bytes
         if own + more > most // _SHARE:
             raise full(owner, "bytes of files and batches", int(own) + more, most // _SHARE)
-        if self.one(query.format(""))[0] + sum(each.bytes for each in arriving) + more > most:
+        held = self.one("SELECT total(bytes) FROM held")[0]
+        if held + sum(each.bytes for each in arriving) + more > most:
             raise EngineOverloaded(
                 "the store of batches is full; try again later", retry_after_s=60
             )
@@ -217,7 +211,7 @@ class Tables:
     def waiting(
         self, owner: str, most: int, endpoints: Collection[str], is_off_peak: bool
     ) -> list[Waiting]:
-        """Up to ``most`` requests of a caller that nobody answers yet."""
+        """Up to ``most`` requests of a caller that nobody answers yet, without their bodies."""
         found: list[Waiting] = []
         batches = self.db.execute(
             "SELECT id, endpoint, caller FROM batches WHERE owner = ? AND ended_at IS NULL "
@@ -227,16 +221,14 @@ class Tables:
         for batch in batches:
             caller = Principal(owner, frozenset({Scope.INFER}), **json.loads(batch["caller"]))
             rows = self.db.execute(
-                "SELECT number, custom_id, body FROM requests "
+                "SELECT number, custom_id FROM requests "
                 "WHERE batch_id = ? AND line IS NULL ORDER BY number LIMIT ?",
                 (batch["id"], most + len(self.claimed)),
             )
             for row in rows:
                 if len(found) < most and (batch["id"], row["number"]) not in self.claimed:
-                    number, name, body = row
-                    found.append(
-                        Waiting(batch["id"], number, name, body, batch["endpoint"], caller)
-                    )
+                    number, name = row
+                    found.append(Waiting(batch["id"], number, name, b"", batch["endpoint"], caller))
             if len(found) == most:
                 break
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from kestrel_engine import ConfigError, EngineOverloaded
 from kestrel_grpc.batches import tables
+from kestrel_grpc.batches.database import BATCH_BYTES
 from kestrel_grpc.batches.requests import read_requests
 from kestrel_grpc.batches.store import BatchStore
 from kestrel_grpc.batches.tables import NewBatch
@@ -278,4 +280,39 @@ async def test_callers_have_shares_and_see_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(tables.clock, "wall", lambda: now + 32 * 86_400)
     await store.expire()
     assert await store.batches(one, "", 5) == await store.files(one) == []
+    await store.close()
+
+
+async def test_no_statement_reads_all_files_or_batches(tmp_path):
+    one = Principal("one", frozenset())
+    store = BatchStore(BatchesConfig(path=str(tmp_path / "a.db")))
+    db, asked = store._tables.db, set()
+    db.set_trace_callback(asked.add)
+    file = await store.add_file(one, "a", lines_of(*[question("a")] * 3))
+    made = [await store.add_batch(one, NewBatch(CHAT, file["id"]), read_requests) for _ in "abc"]
+    listed = await store.batches(one, "", 2)
+    listed += await store.batches(one, listed[-1]["id"], 2)
+    assert sorted(each["id"] for each in listed) == sorted(each["id"] for each in made)
+    for request in await store.claim(4, (CHAT,)):
+        assert b"messages" in request.body
+        await store.answer(request, b"x" * 1000, True)
+    await store.cancel(one, made[1]["id"])
+    await store.delete_batch(one, made[2]["id"])
+    await store.delete_file(one, file["id"])
+    db.set_trace_callback(None)
+    kinds = ("SELECT", "UPDATE", "DELETE")
+    plans = [
+        (row["detail"], each)
+        for each in asked
+        if each.startswith(kinds)
+        for row in db.execute(f"EXPLAIN QUERY PLAN {each}")
+    ]
+    open_ = "(?! USING .*open_batches_of)"
+    assert len(plans) > 9 and not [
+        p for p in plans if re.match(f"SCAN (files|batches){open_}", p[0])
+    ]
+    sizes = db.execute("SELECT total(bytes) FROM files").fetchone()[0]
+    for row in db.execute("SELECT bytes, length(metadata) FROM batches"):
+        sizes += BATCH_BYTES + sum(row)
+    assert db.execute("SELECT bytes FROM held").fetchone()[0] == sizes
     await store.close()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
+import pytest
 
 from kestrel_client._pb.kestrel.v1 import batch_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as vision_pb
 from kestrel_client._pb.kestrel.v1.batch_service_pb2_grpc import BatchServiceStub
 from kestrel_grpc.batches import running, tables
+from kestrel_grpc.batches.store import BatchStore
+from kestrel_grpc.security.identity.principal import ANONYMOUS
 from kestrel_grpc.settings.batches import BatchesConfig
 from tests.service.conftest import NO_END, EndlessRuntime, HeldRuntime, Served, raw_image
 from tests.service.security.identity.test_tokens import TokenFile, bearer
@@ -150,6 +154,23 @@ async def test_a_stream_that_does_not_end_well_leaves_nothing(serve, tmp_path, m
         pb.ListBatchesResponse()
     )
     assert store._tables.one("SELECT count(*) FROM requests")[0] == 0
+
+
+async def test_a_call_that_is_cancelled_twice_at_its_end_leaves_nothing(tmp_path):
+    store = BatchStore(BatchesConfig(path=str(tmp_path / "batches.db")))
+    arriving, gate = tables.Arriving(ANONYMOUS), threading.Event()
+    await store.add_requests(arriving, [("a", b"a")])
+    await store.start_batch(arriving, tables.NewBatch("/a"))  # The cancellation comes now.
+    busy = asyncio.create_task(store._run(gate.wait))
+    dropped = asyncio.create_task(store.drop(arriving))
+    await asyncio.sleep(0)
+    dropped.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await dropped
+    gate.set()
+    assert await busy and await store.batches(ANONYMOUS, "", 1) == []
+    assert store._tables.one("SELECT count(*) FROM requests")[0] == 0
+    await store.close()
 
 
 async def test_callers_see_their_own_batches_only(serve, tmp_path, monkeypatch):
