@@ -11,7 +11,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from kestrel_engine import ConfigError, clock
 
@@ -113,7 +113,9 @@ class BudgetLedger:
         own = (account.principal, self._process, account.reserved)
         self._db.execute("INSERT OR REPLACE INTO reservations VALUES (?, ?, ?)", own)
         self._db.execute("COMMIT")
-        self._has_complained = False
+        if self._has_complained:
+            self._has_complained = False
+            self._wait_at_most(_WAIT_S)
 
     def _clean(self) -> None:
         """Settles what processes that have ended had reserved, and forgets the principals seen least recently."""
@@ -130,7 +132,13 @@ class BudgetLedger:
     def _complain(self, error: sqlite3.Error) -> None:
         if not self._has_complained:
             logger.error("%s can't be used, and budgets count alone: %s", self._path, error)
+            self._wait_at_most(0)  # Each wait would stop the event loop.
         self._has_complained = True
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """How long a turn waits for another process's turn."""
+        with suppress(sqlite3.Error):
+            self._db.execute(f"PRAGMA busy_timeout = {round(1000 * seconds)}")
 
 
 def _process(pid: int) -> int:

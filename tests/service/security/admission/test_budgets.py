@@ -8,6 +8,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ConfigError, EngineMetrics, TokenEstimate, clock
+from kestrel_grpc.security import budget_ledger
 from kestrel_grpc.security.admission import budgets as room
 from kestrel_grpc.security.admission.budgets import BudgetExceeded, Budgets
 from kestrel_grpc.security.budget_ledger import BudgetLedger, _process
@@ -217,6 +218,19 @@ def test_a_file_of_budgets_that_fails_is_named_once(tmp_path, wall, caplog):
     with pytest.raises(BudgetExceeded, match="60 of 100"):
         reserve(all_, text=41)
     assert len(caplog.records) == 1
+
+
+def test_a_file_that_stays_locked_stops_the_event_loop_once(tmp_path, wall, monkeypatch):
+    monkeypatch.setattr(budget_ledger, "_WAIT_S", 0.02)
+    path = tmp_path / "budgets"
+    all_, other = shared(path), sqlite3.connect(path, isolation_level=None)
+    waits = "PRAGMA busy_timeout"
+    other.execute("BEGIN IMMEDIATE")
+    spend(all_, 60)
+    assert all_.ledger._db.execute(waits).fetchone() == (0,)
+    other.execute("ROLLBACK")
+    spend(all_, 1)
+    assert all_.ledger._db.execute(waits).fetchone() == (20,)
 
 
 def query(max_tokens, image=False):
