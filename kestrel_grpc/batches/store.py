@@ -88,13 +88,11 @@ class BatchStore:
 
         return await self._change(add)
 
-    async def files(self, owner: Principal) -> list[dict[str, Any]]:
-        """Newest first."""
-        query = "SELECT id FROM files WHERE owner = ? ORDER BY created_at DESC, id"
+    async def files(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
+        """As ``batches``."""
+        tables = self._tables
         return await self._run(
-            lambda: [
-                self._tables.file(row[0]) for row in self._tables.db.execute(query, (owner.name,))
-            ]
+            lambda: [tables.file(each) for each in tables.page("files", owner, after, limit)]
         )
 
     async def file(self, owner: Principal, file_id: str) -> dict[str, Any]:
@@ -188,19 +186,12 @@ class BatchStore:
         await asyncio.shield(self._change(drop))
 
     async def batches(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
-        """Newest first. ``after``: the id of the last batch that the caller knows; "" for the first ones."""
-
-        def found() -> list[dict[str, Any]]:
-            query = "SELECT id FROM batches WHERE owner = ? {} ORDER BY created_at DESC, id LIMIT ?"
-            rest, known = "", []
-            if after:
-                rest = "AND created_at <= ? AND (created_at < ? OR id > ?)"
-                last = self._tables.owned("batches", owner, after, "after")["created_at"]
-                known = [last, last, after]
-            ids = self._tables.db.execute(query.format(rest), (owner.name, *known, limit))
-            return [self._tables.batch(row[0]) for row in ids.fetchall()]
-
-        return await self._run(found)
+        """Newest first. ``after``: the id of the last one that the caller knows; "" for the first ones. Raises
+        StoredNotFound."""
+        tables = self._tables
+        return await self._run(
+            lambda: [tables.batch(each) for each in tables.page("batches", owner, after, limit)]
+        )
 
     async def batch(self, owner: Principal, batch_id: str) -> dict[str, Any]:
         """Raises StoredNotFound, as the next one."""

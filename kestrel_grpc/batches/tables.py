@@ -30,7 +30,10 @@ _PAGE_BYTES = 64 * 1024
 _DAY_S = 86_400.0
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _LIMITS = ("weight", "minute_tokens", "day_tokens")
-_COLUMNS = {"files": "rowid, id, bytes, batch_id, succeeded", "batches": "id, ended_at, created_at"}
+_COLUMNS = {
+    "files": "rowid, id, bytes, created_at, batch_id, succeeded",
+    "batches": "id, ended_at, created_at",
+}
 
 
 class Waiting(NamedTuple):
@@ -101,6 +104,19 @@ class Tables:
                 field, f"you have no {'file' if table == 'files' else 'batch'} {name[:100]!r}"
             )
         return row
+
+    def page(self, table: str, owner: Principal, after: str, limit: int) -> list[str]:
+        """Ids of a caller's files or batches, the newest first. ``after``: the last one that the caller knows; "" for
+        the first page. Raises StoredNotFound."""
+        rest, known = "", list[Any]()
+        if after:
+            rest = "AND created_at <= ? AND (created_at < ? OR id > ?)"
+            last = self.owned(table, owner, after, "after")["created_at"]
+            known = [last, last, after]
+        query = (
+            f"SELECT id FROM {table} WHERE owner = ? {rest} ORDER BY created_at DESC, id LIMIT ?"
+        )
+        return [row[0] for row in self.db.execute(query, (owner.name, *known, limit))]
 
     def check_open(self, owner: Principal) -> None:
         """Raises EngineOverloaded if the caller has too many batches that have not ended."""

@@ -35,6 +35,8 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _METHODS = "/kestrel.v1.BatchService/"
 _FORM = b"multipart/form-data"
 _MOST_PARTS, _LONGEST_NAME, _LONGEST_LIST = 8, 256, 100
+_MOST_FILES = 1000
+"""Limit on the files of a response: the results of batches are files too."""
 _LONGEST_HEADER = 1024
 """Limit on the bytes of a header with parameters: Python's email package takes 1.4 s of the event loop for 30 kB of
 semicolons between quotes, and 2 ms for this."""
@@ -95,7 +97,9 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
         return ServiceCall(Empty(), behaviour, dict, lambda piece: (piece,))
 
     async def files(owner: Principal, scope: Scope) -> Any:
-        return _list([_file(each) for each in await store.files(owner)])
+        after, limit = _page(scope, _MOST_FILES, _MOST_FILES)
+        found = await store.files(owner, after, limit + 1)
+        return _list([_file(each) for each in found[:limit]], has_more=len(found) > limit)
 
     async def file(owner: Principal, scope: Scope) -> Any:
         return _file(await store.file(owner, _id(scope)))
@@ -105,7 +109,7 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
         return {"id": _id(scope), "object": "file", "deleted": True}
 
     async def batches(owner: Principal, scope: Scope) -> Any:
-        after, limit = _page(scope)
+        after, limit = _page(scope, 20, _LONGEST_LIST)
         found = await store.batches(owner, after, limit + 1)
         return _list([_batch(each) for each in found[:limit]], has_more=len(found) > limit)
 
@@ -143,15 +147,15 @@ def _list(found: list[dict[str, Any]], *, has_more: bool = False) -> dict[str, A
     return {"object": "list", "data": found, "has_more": has_more, **ends}
 
 
-def _page(scope: Scope) -> tuple[str, int]:
+def _page(scope: Scope, usual: int, most: int) -> tuple[str, int]:
     """``after`` and ``limit`` of a query. Raises InvalidRequest."""
     try:
         query = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=16)
     except ValueError:
         raise InvalidRequest("", "the query has more than 16 fields") from None
-    limit = query.get("limit", ["20"])[0]
-    if not (re.fullmatch("[0-9]{1,9}", limit) and 1 <= int(limit) <= _LONGEST_LIST):
-        raise InvalidRequest("limit", f"must be from 1 to {_LONGEST_LIST}, got {limit[:50]!r}")
+    limit = query.get("limit", [str(usual)])[0]
+    if not (re.fullmatch("[0-9]{1,9}", limit) and 1 <= int(limit) <= most):
+        raise InvalidRequest("limit", f"must be from 1 to {most}, got {limit[:50]!r}")
     return query.get("after", [""])[0], int(limit)
 
 

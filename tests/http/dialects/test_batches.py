@@ -105,7 +105,14 @@ async def test_a_batch_answers_as_its_path_does(http, tmp_path, monkeypatch):
     assert {each["response"]["status_code"] for each in failed} == {400}
     listed = (await client.get("/v1/batches?limit=1")).json()
     assert [each["id"] for each in listed["data"]] == [batch["id"]] and not listed["has_more"]
-    assert len((await client.get("/v1/files")).json()["data"]) == 3
+    listed = (await client.get("/v1/files")).json()
+    assert len(listed["data"]) == 3 and not listed["has_more"]
+    page = (await client.get("/v1/files?limit=2")).json()
+    assert page["data"] == listed["data"][:2] and page["has_more"]
+    page = (await client.get(f"/v1/files?limit=2&after={page['last_id']}")).json()
+    assert page["data"] == listed["data"][2:] and not page["has_more"]
+    wrong = await client.get("/v1/files?limit=1001")
+    assert "limit: must be from 1 to 1000" in wrong.json()["error"]["message"]
     deleted = await client.delete(f"/v1/files/{batch['output_file_id']}")
     assert deleted.json()["deleted"]
     gone = await client.get(f"/v1/files/{batch['output_file_id']}/content")
@@ -279,7 +286,7 @@ async def test_callers_have_shares_and_see_their_own(tmp_path, monkeypatch):
     assert await store.claim(5, [CHAT]) == []
     monkeypatch.setattr(tables.clock, "wall", lambda: now + 32 * 86_400)
     await store.expire()
-    assert await store.batches(one, "", 5) == await store.files(one) == []
+    assert await store.batches(one, "", 5) == await store.files(one, "", 5) == []
     await store.close()
 
 
