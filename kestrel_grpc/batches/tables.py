@@ -26,7 +26,9 @@ WINDOW_S = 24 * 3600
 """A batch that has not ended by then expires."""
 _SHARE = 4
 _PAGE_BYTES = 64 * 1024
-"""What a reader of a file holds at one time, beside the last line."""
+"""What a reader of results holds at one time, beside the last line."""
+_PIECE_BYTES = 1024 * 1024
+"""What a reader of a file that was sent holds. SQLite walks to each piece from the file's beginning."""
 _DAY_S = 86_400.0
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _LIMITS = ("weight", "minute_tokens", "day_tokens")
@@ -203,7 +205,7 @@ class Tables:
         if file["batch_id"] is None:
             with self.db.blobopen("files", "content", file["rowid"], readonly=True) as content:
                 content.seek(min(at, file["bytes"]))
-                return content.read(_PAGE_BYTES), at + _PAGE_BYTES
+                return content.read(_PIECE_BYTES), at + _PIECE_BYTES
         rows = self.results(file["batch_id"], at, (file["succeeded"],))
         lines = b"".join(each.line + b"\n" for each in rows)
         return lines, rows[-1].number + 1 if rows else at

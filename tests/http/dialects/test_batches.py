@@ -250,6 +250,15 @@ async def test_answers_and_records_of_batches_count(tmp_path):
     await store.close()
 
 
+async def test_a_large_file_has_few_pieces(tmp_path):
+    one, sent = Principal("one", frozenset()), bytes(range(256)) * 10_000
+    store = BatchStore(BatchesConfig(path=str(tmp_path / "a.db")))
+    file = await store.add_file(one, "a", sent)
+    pieces = [piece async for piece in store.content(one, file["id"])]
+    assert b"".join(pieces) == sent and len(pieces) == 3
+    await store.close()
+
+
 async def test_callers_have_shares_and_see_their_own(tmp_path, monkeypatch):
 
     one, other = Principal("one", frozenset(), 2.0, 500), Principal("other", frozenset())
