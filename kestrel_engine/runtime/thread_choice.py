@@ -36,8 +36,7 @@ def forget_passes() -> None:
     """Gives a new thread the number of threads that holds outside of passes. torch gives it the number that any thread
     has set last, which may be that of another model's pass."""
     with _lock:
-        if _before:
-            torch.set_num_threads(max(_before))
+        torch.set_num_threads(max(_before, default=torch.get_num_threads()))
 
 
 _MOST_PASSES = 128

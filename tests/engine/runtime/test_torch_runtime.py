@@ -375,15 +375,15 @@ def test_decode_in_half_types_tries_one_thread(monkeypatch, threads_of_passes, m
 
 
 def test_a_pass_limits_no_thread_of_another_model(threads_of_passes):
-    def of_new_thread():
-        with ThreadPoolExecutor(1, initializer=forget_passes) as thread:
-            return thread.submit(torch.get_num_threads).result()
-
     another = new_runtime()
-    with limited(1):
-        prefill_and_decode(another)
-        assert of_new_thread() == 2
-    assert of_new_thread() == another._device_thread.submit(torch.get_num_threads).result() == 2
+    with ThreadPoolExecutor(1) as earlier, ThreadPoolExecutor(1) as later:
+        earlier.submit(forget_passes).result()
+        with limited(1):
+            assert earlier.submit(torch.get_num_threads).result() == 2
+            later.submit(forget_passes).result()
+            assert later.submit(torch.get_num_threads).result() == 2
+            prefill_and_decode(another)
+            assert another._device_thread.submit(torch.get_num_threads).result() == 2
 
 
 def test_the_faster_number_of_threads_is_chosen():
