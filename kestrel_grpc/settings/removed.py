@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from kestrel_client.commands.sources import SettingsError, variable_of
 
 _FIXED = "its default is right for every server"
+_OPEN = "use the setting open, a list such as health,reflection"
 _REMOVED = {
     **dict.fromkeys(("dtype", "fp8-gemms", "kv-cache-dtype"), "use precision"),
     **dict.fromkeys(("weights-cache", "adapter-downloads"), "use cache-dir"),
     "model-path": "use weights",
     "kv-cache-pages": "use kv-cache-gib",
     "http-max-connections": "max-connections limits HTTP connections too",
-    **dict.fromkeys(("open-health", "open-reflection", "open-metrics"), "use open"),
-    "metrics-client-ca": "use metrics-tls",
+    **dict.fromkeys(("open-health", "open-reflection", "open-metrics"), _OPEN),
+    "metrics-client-ca": "use metrics-tls with the file",
     "token-budget-file": "use token-budget with file=PATH",
     "ray-address": "use the variable RAY_ADDRESS",
     "no-cuda-graphs": "no-compile is for debugging",
