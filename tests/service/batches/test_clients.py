@@ -18,6 +18,7 @@ from kestrel_client import (
     DetectTask,
     FailedPreconditionError,
     InvalidImageError,
+    InvalidRequestError,
     KestrelClient,
     NotFoundError,
     QueryTask,
@@ -129,10 +130,14 @@ async def test_the_command_leaves_its_batch_and_comes_back(serve, images, tmp_pa
     assert len(remote) == 6 and remote == local
     assert await run(served, "other.jsonl", "--on-server", "--batch", f"batch_{'0' * 32}") == 1
     assert "you have no batch" in capsys.readouterr().err
+    assert await run(served, "other.jsonl", "--on-server", "--batch", batch_id, "--point", "cat") == 1
+    assert "is of other images or tasks" in capsys.readouterr().err
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         other = await client.create_batch({"x": (None, QueryTask("Why?"))})
-    assert await run(served, "other.jsonl", "--on-server", "--batch", other.batch_id) == 1
-    assert "is of other images" in capsys.readouterr().err
+        with pytest.raises(InvalidRequestError, match="start_index=-1: must be a whole number from 0"):
+            await anext(client.batch_results(other.batch_id, start_index=-1))
+    assert await run(served, "other.jsonl", "--fresh", "--on-server", "--batch", other.batch_id) == 1
+    assert "is of other images or tasks" in capsys.readouterr().err
 
 
 async def test_the_command_outlives_the_limit_of_a_call(
@@ -169,7 +174,7 @@ def test_flags_that_do_not_fit(tmp_path, capsys):
     for flags, part in (
         (["--batch", "batch_1"], "--batch: needs --on-server"),
         (["--off-peak"], "--off-peak: needs --on-server"),
-        (["--on-server", "--off-peak", "--batch", "batch_1"], "made already"),
+        (["--on-server", "--off-peak", "--batch", "batch_1"], "exists already"),
         (["--on-server", "--in-process"], "keeps no batch"),
         (["--on-server", "--server", "a:1,b:2"], "needs one --server"),
     ):

@@ -8,6 +8,7 @@ results of other tasks are never mixed with them.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -34,6 +35,8 @@ class Journal:
         self, file: Path, run: dict[str, Any], *, fresh: bool = False, without_failed: bool = False
     ) -> None:
         self.file = file
+        self.digest = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
+        """Of the tasks and options."""
         self._description = file.with_name(f"{file.name}.run")
         self.done: set[Identity] = set()
         self.failed = 0

@@ -35,7 +35,7 @@ def check_on_server(args: argparse.Namespace) -> None:
         if getattr(args, name) and not args.on_server:
             raise SettingsError(f"--{name.replace('_', '-')}: needs --on-server")
     if args.batch and args.off_peak:
-        raise SettingsError("--off-peak: the batch of --batch is made already")
+        raise SettingsError("--off-peak: cannot be with --batch, whose batch exists already")
     if args.on_server and args.in_process:
         raise SettingsError("--on-server: a server that ends with the command keeps no batch")
     if args.on_server and len(servers_of(args)) > 1:
@@ -51,7 +51,7 @@ def run_on_server(
 ) -> Summary:
     """Makes a batch of the ``rows`` without results, or finds the one that an earlier command has made, and appends its
     results to ``journal``. Raises CommandError."""
-    by_id = {_id(row): row for row in rows}
+    by_id = {_id(row, journal.digest): row for row in rows}
     left = {each: row for each, row in by_id.items() if row.identity not in journal.done}
     requests = {each: (row.source, tasks(row)) for each, row in left.items()}
     summary, began, unread = Summary(), time.monotonic(), dict[str, KestrelError]()
@@ -64,15 +64,19 @@ def run_on_server(
             args.batch = client.create_batch(
                 requests, off_peak=args.off_peak, left_out=unread, **options
             ).batch_id
+            instead = " in place of --off-peak" if args.off_peak else ""
             print(
-                f"the server has the batch; --batch {args.batch} comes back to it", file=sys.stderr
+                f"the server has the batch; --batch {args.batch}{instead} comes back to it",
+                file=sys.stderr,
             )
         for each, error in unread.items():
             summary.add(journal, left[each], error)
             bar.update()
         for result in _results(client, args, requests):
             if result.custom_id not in by_id:
-                raise CommandError(f"--batch {args.batch}: is of other images than this command")
+                raise CommandError(
+                    f"--batch {args.batch}: is of other images or tasks than this command"
+                )
             if by_id[result.custom_id].identity not in journal.done:
                 summary.add(journal, by_id[result.custom_id], result.outcome)
                 bar.update()
@@ -98,7 +102,7 @@ def _results(client: KestrelClient, args: argparse.Namespace, requests: Any) -> 
         time.sleep(_PAUSE_S)
 
 
-def _id(row: Row) -> str:
-    """The row's name in the batch, the same for every command."""
-    name = row.image if row.number is None else json.dumps([row.image, row.number])
+def _id(row: Row, run: str) -> str:
+    """The row's name in the batch, the same for every command with the tasks and options of the digest ``run``."""
+    name = json.dumps([row.image, row.number, run], ensure_ascii=False)
     return name if len(name) <= _LONGEST_ID else hashlib.sha256(name.encode()).hexdigest()
