@@ -198,7 +198,7 @@ class _NewBatch:
         if info.HasField("total_requests") and total != info.total_requests:
             raise InvalidRequest(
                 ("info", "total_requests"),
-                f"is {info.total_requests}, but {total} requests arrived; the batch is incomplete",
+                f"is {info.total_requests}, but {total} requests arrived; nothing is stored",
             )
         return await self._store.start_batch(
             self.arriving, NewBatch(ENDPOINT, off_peak=info.off_peak)

@@ -107,7 +107,7 @@ class AsyncBatches(AsyncServerFacts):
         request = build(
             pb.StreamBatchResultsRequest,
             batch_id=batch_id,
-            start_index=whole("start_index", start_index),
+            start_index=whole("start_index", start_index, 0),
         )
         method = Method(BatchServiceStub, "", "StreamBatchResults")
         given = requests or {}

@@ -43,10 +43,10 @@ def _limit(kind: Any, name: str, value: object) -> str:
     return f"{value} is not a whole number from 0 to {highest}"
 
 
-def whole(name: str, number: int | None) -> int | None:
+def whole(name: str, number: int | None, least: int = 1) -> int | None:
     """Refuses numbers that the field can't hold, with a clearer message than protobuf's."""
-    if number is not None and not 0 <= number < 2**31:
-        raise InvalidRequestError(f"{name}={number}: must be a whole number from 1 on")
+    if number is not None and not least <= number < 2**31:
+        raise InvalidRequestError(f"{name}={number}: must be a whole number from {least} on")
     return number
 
 
