@@ -130,6 +130,9 @@ class BatchService(BatchServiceServicer):
                     "batch_id",
                     "its requests came by the HTTP port, whose /v1/files has its results",
                 )
+            if at > batch["total"]:
+                total = batch["total"]
+                raise InvalidRequest("start_index", f"is {at}; must be 0 to {total}, its requests")
             for each in found:
                 if len(each.line) <= _INLINE_BYTES:
                     result = _result(each, batch["status"])

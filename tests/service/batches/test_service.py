@@ -246,6 +246,11 @@ async def test_a_cancelled_batch_keeps_its_results(serve, tmp_path):
     assert cancelled.state == pb.BATCH_STATE_CANCELLED and cancelled.failed_requests == 2
     rest = [each async for each in stream]
     assert [of_message(each.error).code for each in rest] == [grpc.StatusCode.CANCELLED] * 2
+    assert await batches.results(batch.batch_id, 3) == []
+    assert (
+        "start_index: is 4; must be 0 to 3"
+        in (await failure(batches.stream(batch.batch_id, 4))).message
+    )
     await until(lambda: served.engine.num_requests == 0)
 
 
@@ -308,6 +313,10 @@ async def test_an_off_peak_batch_waits_until_nobody_calls(
     moved_clock.advance(3601)
     await batches.get(second.batch_id)  # Asks no model.
     assert len(await batches.results(second.batch_id)) == 1
+    ended = await batches.create(rows_of("e"))
+    assert len(await batches.results(ended.batch_id)) == 1
+    third = await batches.create([info, *rows_of("f")])  # A batch's request is no call.
+    assert len(await batches.results(third.batch_id)) == 1
 
 
 async def test_what_a_batch_takes_is_its_callers_usage(serve, tmp_path):

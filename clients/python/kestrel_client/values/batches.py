@@ -56,7 +56,7 @@ class Batch(Plain):
     """Whether it has ended, so that it has all of its results."""
     total_requests: int
     completed_requests: int
-    """Those that have a result."""
+    """Those that have a response."""
     failed_requests: int
     off_peak: bool
     """Whether the server answers it only while nobody else has asked it for a minute."""

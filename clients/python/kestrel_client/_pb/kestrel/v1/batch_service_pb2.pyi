@@ -435,7 +435,7 @@ class StreamBatchResultsRequest(_message.Message):
     batch_id: _builtins.str
     """Batch.batch_id. Required."""
     start_index: _builtins.int
-    """Index of the first result to send, 0 or more. Default: 0."""
+    """Index of the first result to send, 0 to the number of requests. Default: 0."""
     def __init__(
         self,
         *,
@@ -569,7 +569,7 @@ class Batch(_message.Message):
     total_requests: _builtins.int
     """Number of its requests."""
     completed_requests: _builtins.int
-    """Requests that have a result."""
+    """Requests that have a response."""
     failed_requests: _builtins.int
     """Requests that failed."""
     endpoint: _builtins.str
