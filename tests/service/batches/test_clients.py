@@ -130,13 +130,19 @@ async def test_the_command_leaves_its_batch_and_comes_back(serve, images, tmp_pa
     assert len(remote) == 6 and remote == local
     assert await run(served, "other.jsonl", "--on-server", "--batch", f"batch_{'0' * 32}") == 1
     assert "you have no batch" in capsys.readouterr().err
-    assert await run(served, "other.jsonl", "--on-server", "--batch", batch_id, "--point", "cat") == 1
+    assert (
+        await run(served, "other.jsonl", "--on-server", "--batch", batch_id, "--point", "cat") == 1
+    )
     assert "is of other images or tasks" in capsys.readouterr().err
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         other = await client.create_batch({"x": (None, QueryTask("Why?"))})
-        with pytest.raises(InvalidRequestError, match="start_index=-1: must be a whole number from 0"):
+        with pytest.raises(
+            InvalidRequestError, match="start_index=-1: must be a whole number from 0"
+        ):
             await anext(client.batch_results(other.batch_id, start_index=-1))
-    assert await run(served, "other.jsonl", "--fresh", "--on-server", "--batch", other.batch_id) == 1
+    assert (
+        await run(served, "other.jsonl", "--fresh", "--on-server", "--batch", other.batch_id) == 1
+    )
     assert "is of other images or tasks" in capsys.readouterr().err
 
 

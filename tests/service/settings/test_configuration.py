@@ -179,7 +179,9 @@ def test_a_setting_that_is_gone_names_its_successor():
     told = here("serve", "--kv-cache-pages=9").stderr
     assert "--kv-cache-pages=9; it is gone: use kv-cache-gib" in told
     told = here("serve", "--open-metrics", "on").stderr
-    assert "--open-metrics; it is gone: use the setting open, a list such as health,reflection" in told
+    assert (
+        "--open-metrics; it is gone: use the setting open, a list such as health,reflection" in told
+    )
     assert not any(removed.successor(setting.key) for setting in known_settings())
 
 
