@@ -138,7 +138,8 @@ def address(folder):
     (plugin,) = [b for b in BLOCKS if b.text.startswith('"""yes_no')]
     (folder / "yes_no.py").write_text(plugin.text)
     server = ForkedProcess(
-        [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0", "--skill", "yes_no:YesNoSkill"],
+        [sys.executable, "-m", "kestrel_grpc", "serve", "--listen", "127.0.0.1:0", "--skill", "yes_no:YesNoSkill",
+         "--batches", "batches.db"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={
             **os.environ, "KESTREL_DRAIN_DELAY": "0", "PYTHONPATH": f"{ROOT}:{ROOT}/clients/python:{folder}",

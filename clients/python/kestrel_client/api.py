@@ -64,6 +64,7 @@ from .values.administration import MethodStatistics as MethodStatistics
 from .values.administration import Profile as Profile
 from .values.administration import ServerStatistics as ServerStatistics
 from .values.batches import Batch as Batch
+from .values.batches import BatchRequests as BatchRequests
 from .values.batches import BatchResult as BatchResult
 from .values.constraint import Constraint as Constraint
 from .values.counting import ImageTokens as ImageTokens
