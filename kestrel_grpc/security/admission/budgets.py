@@ -134,8 +134,7 @@ class Budgets:
         if not (minute or day):
             return None
         account = self._account(principal.name)
-        account.windows["minute"].limit, account.windows["day"].limit = minute, day
-        return partial(self._reserve, account)
+        return partial(self._reserve, account, {"minute": minute, "day": day})
 
     def use(self, account: Account, metrics: EngineMetrics) -> None:
         """Counts what a request of the account used."""
@@ -152,7 +151,12 @@ class Budgets:
         """Around a change of an account that other processes have too."""
         return _ALONE if self.ledger is None else self.ledger.turn(account)
 
-    def _reserve(self, account: Account, estimate: TokenEstimate) -> _Reservation:
+    def _reserve(
+        self, account: Account, limits: dict[str, int], estimate: TokenEstimate
+    ) -> _Reservation:
+        # Calls of one principal may differ: a batch has the limits of its beginning.
+        for name, limit in limits.items():
+            account.windows[name].limit = limit
         with self.turn(account):
             return self._reserve_now(account, estimate)
 

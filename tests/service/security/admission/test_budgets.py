@@ -161,6 +161,17 @@ def test_wrong_numbers_are_named_with_their_field(tmp_path, value):
     assert token_budget("day=5,file=/a=b").file == "/a=b"
 
 
+def test_the_limits_of_another_call_do_not_count(wall):
+    """A batch has the budget of its beginning, and its principal's other calls have the present one."""
+    all_ = budgets("")
+    small, large = (Principal("ann", frozenset(), day_tokens=n) for n in (10, 1000))
+    call = all_.of(small)
+    reserve(all_, text=5, principal=large)
+    with pytest.raises(BudgetExceeded, match="5 of 10 tokens a day"):
+        call(TokenEstimate(text=20, image=0, output=0))
+    reserve(all_, text=20, principal=large)
+
+
 def shared(path, text="minute=100,day=100"):
     all_ = budgets(text)
     all_.ledger = BudgetLedger(str(path))
