@@ -284,6 +284,8 @@ def _tls(args: argparse.Namespace) -> TlsFiles | None:
     for flag in _TLS_FLAGS[:2]:
         if flag not in flags:
             named = " and ".join(name_of(args, other) for other in flags)
+            if asks_scrapers:  # Perhaps a misspelt word.
+                named += f" ({args.metrics_tls!r} is neither on nor off, so it names a file)"
             raise SettingsError(
                 f"{named}: TLS needs both --tls-cert and --tls-key; {flag} is not given"
             )

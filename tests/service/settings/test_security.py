@@ -40,7 +40,7 @@ def test_scrapers_certificates_and_those_taken_back():
     assert told.tls == TlsFiles(certificate="c", private_key="k", client_crl="l")
     assert config(*pair, KESTREL_METRICS_TLS="m").metrics_client_ca == "m"
     for flags, words in (
-        (("--metrics-tls", "m"), "--metrics-tls: TLS needs both"),
+        (("--metrics-tls", "onn"), "--metrics-tls .'onn' is neither on nor off, .*TLS needs both"),
         ((*pair, "--tls-client-crl", "l"), "--tls-client-crl needs --tls-client-ca or"),
         (("--open", "none,health"), "--open=none,health: none must be the only value"),
     ):
