@@ -78,7 +78,7 @@ class BudgetLedger:
     @contextmanager
     def turn(self, account: Account) -> Iterator[None]:
         """Around a change of ``account``: takes in what other processes did before, and writes what this one does. If
-        the file can't be used, this process counts alone, and says so once."""
+        the file can't be used, this process counts alone, says so once, and writes what it counted later."""
         is_begun = False
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -101,6 +101,8 @@ class BudgetLedger:
         if (found := self._db.execute(query, (account.principal,)).fetchone()) is not None:
             minute, day = account.windows["minute"], account.windows["day"]
             minute.began, minute.used, day.began, day.used = found
+            for window in (minute, day):
+                window.used += account.counted - account.stored
         query = "SELECT total(tokens) FROM reservations WHERE principal = ? AND process != ?"
         (account.elsewhere,) = self._db.execute(
             query, (account.principal, self._process)
@@ -113,6 +115,7 @@ class BudgetLedger:
         own = (account.principal, self._process, account.reserved)
         self._db.execute("INSERT OR REPLACE INTO reservations VALUES (?, ?, ?)", own)
         self._db.execute("COMMIT")
+        account.stored = account.counted
         if self._has_complained:
             self._has_complained = False
             self._wait_at_most(_WAIT_S)

@@ -77,6 +77,9 @@ class Account:
     """By requests of this process."""
     elsewhere: float = 0.0
     """What other processes have reserved."""
+    counted: float = 0.0
+    """All that this process has counted, and, as the next one, how much of it the ledger has."""
+    stored: float = 0.0
     logged: int = -1
     """The begin of the window in which the last refusal in shadow was logged."""
 
@@ -143,6 +146,7 @@ class Budgets:
         used += weights.image * image + weights.cached * metrics.cached_tokens
         used += weights.output * metrics.output_tokens
         with self.turn(account):
+            account.counted += used
             for window in account.windows.values():
                 window.renew(clock.wall())
                 window.used += used

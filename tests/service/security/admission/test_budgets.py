@@ -231,16 +231,20 @@ def test_a_file_of_budgets_that_fails_is_named_once(tmp_path, wall, caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_file_that_stays_locked_stops_the_event_loop_once(tmp_path, wall, monkeypatch):
+def test_a_locked_file_stops_the_event_loop_once_and_loses_nothing(tmp_path, wall, monkeypatch):
     monkeypatch.setattr(budget_ledger, "_WAIT_S", 0.02)
     path = tmp_path / "budgets"
     all_, other = shared(path), sqlite3.connect(path, isolation_level=None)
     waits = "PRAGMA busy_timeout"
+    spend(all_, 3)
     other.execute("BEGIN IMMEDIATE")
     spend(all_, 60)
     assert all_.ledger._db.execute(waits).fetchone() == (0,)
     other.execute("ROLLBACK")
     spend(all_, 1)
+    spend(all_, 1)
+    with pytest.raises(BudgetExceeded, match="65 of 100"):
+        reserve(shared(path), text=100)
     assert all_.ledger._db.execute(waits).fetchone() == (20,)
 
 
