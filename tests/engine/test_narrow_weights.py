@@ -90,7 +90,7 @@ def test_torchs_own_product_of_four_bits_is_near_the_widened_weights(folders, mo
         assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
-@pytest.mark.slow_with("int4")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 async def test_any_checkpoint_can_be_rounded_while_it_is_loaded(precision):
     config = RuntimeConfig(precision=precision, device="cpu")

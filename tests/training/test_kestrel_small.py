@@ -62,6 +62,7 @@ def test_training_sees_the_crops_of_the_engine(size: tuple[int, int]) -> None:
     assert int(off.max()) <= 2 and float(off.float().mean()) < 0.1
 
 
+@pytest.mark.slow
 def test_spoilt_pictures_look_alike() -> None:
     pixels = draw_picture(random.Random(3), "shapes", (320, 240)).pixels
     torch.manual_seed(3)

@@ -47,6 +47,7 @@ def test_mutated_images_crash_nothing_and_hang_nowhere(count: int):
     assert found["peak_mib"] < 512
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_in_earnest():
     """The bound holds: with next to no memory the process can't even begin."""
     assert run("--count", "1", "--memory-mib", "64").returncode != 0

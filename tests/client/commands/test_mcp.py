@@ -82,6 +82,7 @@ async def test_six_tools_answer_over_standard_input(serve, folder: Path):
             assert refused.is_error and part in refused.content[0].text, refused.content
 
 
+@pytest.mark.slow
 async def test_http_answers_as_standard_input_does(serve):
     import mcp
 

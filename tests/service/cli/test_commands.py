@@ -90,6 +90,7 @@ def test_a_image_may_come_from_standard_input(server):
     assert "two green crescents" in named.stdout
 
 
+@pytest.mark.slow
 def test_regions_and_tiles(server):
     whole = ask(server, "detect", IMAGE, "green crescent", "--json")
     boxes = json.loads(whole.stdout)["objects"]

@@ -100,6 +100,7 @@ async def test_another_caller_does_not_find_the_image(serve, shared, monkeypatch
     assert (await second.vision.Query(query(by_id(stored.image_id)))).answers[0].text
 
 
+@pytest.mark.slow
 async def test_a_store_that_is_killed_fails_no_call_that_has_its_image(
     serve, shared, redis_server, caplog
 ):
