@@ -59,7 +59,7 @@ class PageHelper(nn.Module):
         read = torch.cat((text, more), -1)
         texts = read.reshape(*read.shape[:2], 3, SLOTS, -1).unbind(2)
         targets = torch.split(batch.characters.long(), SLOTS, -1)
-        # Of most objects nothing is told; that teaches nothing.
+        # Most objects have no label, so this loss counts none of them.
         for logits, target, share, none in zip(texts, targets, HELP_READ, (1, 1, 0), strict=True):
             found = F.cross_entropy(
                 logits.flatten(0, 2).float(), target.flatten(), reduction="none"
