@@ -18,8 +18,6 @@ from kestrel_client.commands.flags import Parser as Parser
 from kestrel_client.commands.sources import OFF, ON, in_list, name_of
 from kestrel_client.commands.sources import SettingsError as SettingsError
 
-from .removed import successor
-
 if TYPE_CHECKING:
     from kestrel_engine import ConfigError, Setting
 
@@ -41,7 +39,6 @@ def add_settings(
     from kestrel_engine import default_of, settings_of
 
     assert isinstance(parser, Parser), "only a Parser fills in flags that are not given"
-    parser.hint = lambda flag: successor(flag.removeprefix("--"))
     for config in configs:
         for field, setting in settings_of(config).items():
             group = setting.group

@@ -34,7 +34,6 @@ from .flags import (
     parser_of,
     settings_error,
 )
-from .removed import successor
 from .sources import name_of
 
 SOURCE_FLAGS = ("model",)
@@ -228,8 +227,7 @@ def _override(key: str, value: str) -> tuple[str, Any]:
     """The field and the value of a setting, by the name of its flag. Raises SettingsError."""
     fields = {flag: field for field, flag in _flags().items()}
     if key not in fields:
-        hint = successor(key) or suggestion(key, fields)
-        raise SettingsError(f"is not a setting of a model{hint}")
+        raise SettingsError(f"is not a setting of a model{suggestion(key, fields)}")
     field = fields[key]
     setting = settings_of(RuntimeConfig)[field]
     try:

@@ -19,8 +19,6 @@ from kestrel_client.commands.sources import Source
 from kestrel_client.commands.sources import name_of as name_of
 from kestrel_client.commands.sources import variable_of as variable_of
 
-from .removed import check_variables, successor
-
 CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = "KESTREL_CONFIG"
 
@@ -29,7 +27,6 @@ def read_config_file(parser: Parser, known: Callable[[], Sequence[FlagSetting]])
     """Lets ``--config`` of ``parser``, or the variable, name a file. ``known`` returns the settings of all commands."""
 
     def opened(args: argparse.Namespace) -> ConfigFile | None:
-        check_variables(parser.sources.environ)
         source = CONFIG_FLAG if args.config else CONFIG_VARIABLE
         args.config = args.config or parser.sources.environ.get(CONFIG_VARIABLE) or None
         if args.config is None:
@@ -101,8 +98,6 @@ def _unknown(key: str, section: str, places: Mapping[str, str]) -> str:
         return "a secret cannot stand in the file; set MOONDREAM_API_KEY or adapter-api-key-file"
     if key in places:
         return f"it belongs in [{places[key]}]"
-    if gone := successor(key):
-        return f"unknown key{gone}"
     near = get_close_matches(key.replace("_", "-"), places, n=1)
     if not near:
         return "unknown key"

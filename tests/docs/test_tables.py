@@ -1,16 +1,13 @@
 """The pages for operators name every flag, metric, status and alert, and no others."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
-from kestrel_client.commands.sources import variable_of
 from kestrel_grpc.edge.failures import statuses
 from kestrel_grpc.settings.configuration import known_settings
-from kestrel_grpc.settings.removed import _REMOVED
 from kestrel_grpc.telemetry.names import METRICS
 from tests.docs.tables import TABLES, page_with_table, parts
 
@@ -38,27 +35,6 @@ def test_every_flag_that_is_named_exists():
     by_hand = "".join((OPERATIONS, *parts("flags"), *parts("metrics"), STATUSES))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", by_hand))
     assert named - ours <= known, named - ours - known
-
-
-def test_no_file_names_a_setting_that_is_gone():
-    # Such words are also of a precision, of an export, and of a flag of the command embed.
-    words = [key for key in _REMOVED if "-" in key and key not in ("fp8-gemms", "http-metrics")]
-    flags = [f"--{key}" for key in _REMOVED if key != "dtype"]
-    names = [*words, *flags, *map(variable_of, _REMOVED)]
-    about_them = ("settings/test_configuration.py", "services/test_several_models.py")
-    folders = ("docs", "deploy", "examples", "tests", "clients", ".github", "README.md")
-    listed = subprocess.run(
-        ("git", "ls-files", *folders), cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    texts = {
-        each: (ROOT / each).read_text(errors="replace")
-        for each in listed
-        if not each.endswith(about_them)
-    }
-    assert len(texts) > 500
-    for name in names:
-        gone = re.compile(rf"(?:(?<![\w-])|(?<=\\n)){name}(?![\w-])")
-        assert not [each for each, text in texts.items() if name in text and gone.search(text)]
 
 
 def test_every_metric_with_a_remedy_exists():

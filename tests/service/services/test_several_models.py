@@ -407,8 +407,10 @@ def test_settings_of_one_model() -> None:
     assert (first.kv_cache_dtype, second.kv_cache_dtype) == ("auto", "fp8")
     third = other_model(first, "kestrel-tiny", {"precision": "fp8"})
     assert (third.dtype, third.fp8_gemms, third.kv_cache_dtype) == ("bfloat16", "all", "fp8")
-    with pytest.raises(InvalidRequest, match="it is gone: use kv-cache-gib"):
-        other_model(first, "kestrel-tiny", {"kv-cache-pages": "3"})
+    with pytest.raises(
+        InvalidRequest, match="is not a setting of a model; did you mean kv-cache-gib"
+    ):
+        other_model(first, "kestrel-tiny", {"kv-cache-gb": "3"})
     (only,) = runtime_configs(parsed())
     assert only == runtime_config(parsed(several=False)) == RuntimeConfig()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kestrel_engine import SettingGroup, check_settings
-from kestrel_grpc.settings import removed
 from kestrel_grpc.settings.configuration import (
     add_flags,
     configuration,
@@ -140,10 +139,8 @@ def test_a_flag_names_another_file_than_the_variable(file, tmp_path):
         ("[server]\nmax-message-bytes = '4GiB'", "kestrel.toml:server.max-message-bytes=4294967296: must"),
         ("[calls]\nrate = -1", "kestrel.toml:calls.rate=-1.0: must be"),
         ("[telemetry]\nmetrics-listen = 'unix:/a'", "kestrel.toml:telemetry.metrics-listen=unix:/a: must"),
-        ("[model]\nmodel-path='a'", "kestrel.toml:model.model-path: unknown key; it is gone: use weights"),
         ("[requests]\nmax-quue = 1", "kestrel.toml:requests.max-quue: unknown key; did you mean max-queue?"),
         ("[requests]\nmax_queue = 1", "did you mean max-queue?"),
-        ("[device]\ndtype = 'bf16'", "kestrel.toml:device.dtype: unknown key; it is gone: use precision"),
         ("[server]\nmax-queu = 1", "did you mean max-queue in [requests]?"),
         ("[server]\nmax-queue = 1", "kestrel.toml:server.max-queue: it belongs in [requests]"),
         ("max-queue = 1", "kestrel.toml:max-queue: a key must stand in a section; it belongs in [requests]"),
@@ -171,18 +168,6 @@ def test_a_file_that_cannot_be_read(variables):
         whole_configuration(*flags, **variables)
     name = "KESTREL_CONFIG" if variables else "--config"
     assert str(caught.value) == f"{name}=/nowhere.toml: cannot be read: No such file or directory"
-
-
-def test_a_setting_that_is_gone_names_its_successor():
-    with pytest.raises(SettingsError, match=r"KESTREL_WEIGHTS_CACHE: .* it is gone: use cache-dir"):
-        whole_configuration(KESTREL_WEIGHTS_CACHE="/a")
-    told = here("serve", "--kv-cache-pages=9").stderr
-    assert "--kv-cache-pages=9; it is gone: use kv-cache-gib" in told
-    told = here("serve", "--open-metrics", "on").stderr
-    assert (
-        "--open-metrics; it is gone: use the setting open, a list such as health,reflection" in told
-    )
-    assert not any(removed.successor(setting.key) for setting in known_settings())
 
 
 def test_an_operator_has_few_settings():

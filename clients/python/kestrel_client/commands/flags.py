@@ -29,8 +29,6 @@ class Parser(argparse.ArgumentParser):
         self.sources = Sources()
         self.groups: dict[str, Flags] = {}
         """The groups that ``add_settings`` made, by title."""
-        self.hint: Callable[[str], str] = lambda flag: ""
-        """Says what to do about a flag that the program knows but does not have; "" for others."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

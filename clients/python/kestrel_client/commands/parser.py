@@ -73,7 +73,7 @@ class CommandParser(Parser):
         elif (wrong := _UNKNOWN_FLAG.match(message)) is not None:
             flags = [flag for action in self._actions for flag in action.option_strings]
             flag = wrong[1].partition("=")[0]
-            hint = self.hint(flag) or _address_flag(flag, flags) or suggestion(flag, flags)
+            hint = _address_flag(flag, flags) or suggestion(flag, flags)
             message = f"unknown flag {wrong[1]}{hint}"
         elif (wrong := _INVALID_CHOICE.match(message)) is not None:
             choices = re.findall(r"[^\s,']+", wrong[3])
