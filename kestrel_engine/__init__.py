@@ -7,171 +7,96 @@
 Importing this package loads no torch; creating an engine does.
 """
 
-from . import clock, errors, maintenance, processes, teaching
-from .adapters.lora import LoRA, TextLoRAConfig
-from .adapters.references import checked_adapter_name
-from .callers.profiling import ProfileRequest
-from .config.adapters import AdapterSources
-from .config.image_limits import ImageLimits
-from .config.runtime import RuntimeConfig
-from .config.setting import Setting, SettingGroup, check_settings, checked, default_of, settings_of
-from .engine import InferenceEngine
-from .errors import (
-    AdapterNotFound,
-    AdapterRefused,
-    AdaptersFull,
-    AdapterUnavailable,
-    AdapterUnfit,
-    CheckpointError,
-    ConfigError,
-    ConstraintsCostly,
-    ContextLengthError,
-    DeadlineExceeded,
-    Displaced,
-    DownloadError,
-    EngineClosed,
-    EngineOverloaded,
-    FieldPath,
-    ImageDecodeError,
-    ImageError,
-    ImageTooLargeError,
-    ImageTooSlowError,
-    InsufficientMemoryError,
-    InvalidRequest,
-    KestrelError,
-    ModelLoadError,
-    ModelNotFoundError,
-    PixelsWaiting,
-    ProfileError,
-    QueueTimeout,
-    Quota,
-    RequestError,
-    RuntimeFailure,
-    SkillFault,
-    SkillUnavailable,
-    UnsupportedImageError,
-    path_text,
-)
-from .fair_shares import FairShares, Member
-from .preprocess.decoding.open_image import FORMATS as IMAGE_FORMATS
-from .preprocess.decoding.open_image import OnBackground
-from .preprocess.features import ImageFeatures
-from .preprocess.looks import InCrops, InRegion, Mirrored, Tiled, Tiles
-from .preprocess.measuring import MeasuredImage
-from .processes import end_with_parent
-from .requests.merging import best_boxes
-from .requests.request import Request, Reservation, TokenEstimate
-from .runtime.profile import Profile
-from .skills.base import SkillSpec
-from .skills.gaze import NUM_LOOKS, eyes_in, mean_gaze
-from .skills.registry import SkillRegistry
-from .small_files import read_small_file
-from .types.events import (
-    EngineMetrics,
-    EngineResult,
-    FinishReason,
-    ObjectAbsence,
-    SeenImage,
-    StreamUpdate,
-    TokenLogprob,
-)
-from .types.info import EngineInfo, LoadTimes, SchedulerStats
-from .types.observer import ImageEvent, Observer, RequestEvent, StepEvent
-from .types.requests import PreparedImage, PreparedTiles
-from .types.stream import EngineStream
-
-__all__ = [
-    "IMAGE_FORMATS",
-    "NUM_LOOKS",
-    "AdapterNotFound",
-    "AdapterRefused",
-    "AdapterSources",
-    "AdapterUnavailable",
-    "AdapterUnfit",
-    "AdaptersFull",
-    "CheckpointError",
-    "ConfigError",
-    "ConstraintsCostly",
-    "ContextLengthError",
-    "DeadlineExceeded",
-    "Displaced",
-    "DownloadError",
-    "EngineClosed",
-    "EngineInfo",
-    "EngineMetrics",
-    "EngineOverloaded",
-    "EngineResult",
-    "EngineStream",
-    "FairShares",
-    "FieldPath",
-    "FinishReason",
-    "ImageDecodeError",
-    "ImageError",
-    "ImageEvent",
-    "ImageFeatures",
-    "ImageLimits",
-    "ImageTooLargeError",
-    "ImageTooSlowError",
-    "InCrops",
-    "InRegion",
-    "InferenceEngine",
-    "InsufficientMemoryError",
-    "InvalidRequest",
-    "KestrelError",
-    "LoRA",
-    "LoadTimes",
-    "MeasuredImage",
-    "Member",
-    "Mirrored",
-    "ModelLoadError",
-    "ModelNotFoundError",
-    "ObjectAbsence",
-    "Observer",
-    "OnBackground",
-    "PixelsWaiting",
-    "PreparedImage",
-    "PreparedTiles",
-    "Profile",
-    "ProfileError",
-    "ProfileRequest",
-    "QueueTimeout",
-    "Quota",
-    "Request",
-    "RequestError",
-    "RequestEvent",
-    "Reservation",
-    "RuntimeConfig",
-    "RuntimeFailure",
-    "SchedulerStats",
-    "SeenImage",
-    "Setting",
-    "SettingGroup",
-    "SkillFault",
-    "SkillRegistry",
-    "SkillSpec",
-    "SkillUnavailable",
-    "StepEvent",
-    "StreamUpdate",
-    "TextLoRAConfig",
-    "Tiled",
-    "Tiles",
-    "TokenEstimate",
-    "TokenLogprob",
-    "UnsupportedImageError",
-    "best_boxes",
-    "check_settings",
-    "checked",
-    "checked_adapter_name",
-    "clock",
-    "default_of",
-    "end_with_parent",
-    "errors",
-    "eyes_in",
-    "maintenance",
-    "mean_gaze",
-    "path_text",
-    "processes",
-    "read_small_file",
-    "settings_of",
-    "teaching",
-]
+from . import clock as clock
+from . import errors as errors
+from . import maintenance as maintenance
+from . import processes as processes
+from . import teaching as teaching
+from .adapters.lora import LoRA as LoRA
+from .adapters.lora import TextLoRAConfig as TextLoRAConfig
+from .adapters.references import checked_adapter_name as checked_adapter_name
+from .callers.profiling import ProfileRequest as ProfileRequest
+from .config.adapters import AdapterSources as AdapterSources
+from .config.image_limits import ImageLimits as ImageLimits
+from .config.runtime import RuntimeConfig as RuntimeConfig
+from .config.setting import Setting as Setting
+from .config.setting import SettingGroup as SettingGroup
+from .config.setting import check_settings as check_settings
+from .config.setting import checked as checked
+from .config.setting import default_of as default_of
+from .config.setting import settings_of as settings_of
+from .engine import InferenceEngine as InferenceEngine
+from .errors import AdapterNotFound as AdapterNotFound
+from .errors import AdapterRefused as AdapterRefused
+from .errors import AdaptersFull as AdaptersFull
+from .errors import AdapterUnavailable as AdapterUnavailable
+from .errors import AdapterUnfit as AdapterUnfit
+from .errors import CheckpointError as CheckpointError
+from .errors import ConfigError as ConfigError
+from .errors import ConstraintsCostly as ConstraintsCostly
+from .errors import ContextLengthError as ContextLengthError
+from .errors import DeadlineExceeded as DeadlineExceeded
+from .errors import Displaced as Displaced
+from .errors import DownloadError as DownloadError
+from .errors import EngineClosed as EngineClosed
+from .errors import EngineOverloaded as EngineOverloaded
+from .errors import FieldPath as FieldPath
+from .errors import ImageDecodeError as ImageDecodeError
+from .errors import ImageError as ImageError
+from .errors import ImageTooLargeError as ImageTooLargeError
+from .errors import ImageTooSlowError as ImageTooSlowError
+from .errors import InsufficientMemoryError as InsufficientMemoryError
+from .errors import InvalidRequest as InvalidRequest
+from .errors import KestrelError as KestrelError
+from .errors import ModelLoadError as ModelLoadError
+from .errors import ModelNotFoundError as ModelNotFoundError
+from .errors import PixelsWaiting as PixelsWaiting
+from .errors import ProfileError as ProfileError
+from .errors import QueueTimeout as QueueTimeout
+from .errors import Quota as Quota
+from .errors import RequestError as RequestError
+from .errors import RuntimeFailure as RuntimeFailure
+from .errors import SkillFault as SkillFault
+from .errors import SkillUnavailable as SkillUnavailable
+from .errors import UnsupportedImageError as UnsupportedImageError
+from .errors import path_text as path_text
+from .fair_shares import FairShares as FairShares
+from .fair_shares import Member as Member
+from .preprocess.decoding.open_image import IMAGE_FORMATS as IMAGE_FORMATS
+from .preprocess.decoding.open_image import OnBackground as OnBackground
+from .preprocess.features import ImageFeatures as ImageFeatures
+from .preprocess.looks import InCrops as InCrops
+from .preprocess.looks import InRegion as InRegion
+from .preprocess.looks import Mirrored as Mirrored
+from .preprocess.looks import Tiled as Tiled
+from .preprocess.looks import Tiles as Tiles
+from .preprocess.measuring import MeasuredImage as MeasuredImage
+from .processes import end_with_parent as end_with_parent
+from .requests.merging import best_boxes as best_boxes
+from .requests.request import Request as Request
+from .requests.request import Reservation as Reservation
+from .requests.request import TokenEstimate as TokenEstimate
+from .runtime.profile import Profile as Profile
+from .skills.base import SkillSpec as SkillSpec
+from .skills.gaze import NUM_LOOKS as NUM_LOOKS
+from .skills.gaze import eyes_in as eyes_in
+from .skills.gaze import mean_gaze as mean_gaze
+from .skills.registry import SkillRegistry as SkillRegistry
+from .small_files import read_small_file as read_small_file
+from .types.events import EngineMetrics as EngineMetrics
+from .types.events import EngineResult as EngineResult
+from .types.events import FinishReason as FinishReason
+from .types.events import ObjectAbsence as ObjectAbsence
+from .types.events import SeenImage as SeenImage
+from .types.events import StreamUpdate as StreamUpdate
+from .types.events import TokenLogprob as TokenLogprob
+from .types.info import EngineInfo as EngineInfo
+from .types.info import LoadTimes as LoadTimes
+from .types.info import SchedulerStats as SchedulerStats
+from .types.observer import ImageEvent as ImageEvent
+from .types.observer import Observer as Observer
+from .types.observer import RequestEvent as RequestEvent
+from .types.observer import StepEvent as StepEvent
+from .types.requests import PreparedImage as PreparedImage
+from .types.requests import PreparedTiles as PreparedTiles
+from .types.stream import EngineStream as EngineStream

@@ -69,11 +69,11 @@ def check_images() -> Iterator[Finding]:
     """Checks which image formats can be decoded."""
     import pyvips
 
-    from ..preprocess.decoding.open_image import FORMATS
+    from ..preprocess.decoding.open_image import IMAGE_FORMATS
 
     version = ".".join(str(pyvips.version(part)) for part in range(3))
-    missing = [name for name in _FORMATS if name not in FORMATS]
-    message = f"libvips {version} and Pillow decode {', '.join(FORMATS)}"
+    missing = [name for name in _FORMATS if name not in IMAGE_FORMATS]
+    message = f"libvips {version} and Pillow decode {', '.join(IMAGE_FORMATS)}"
     if not missing:
         yield Finding("images", "ok", message)
         return

@@ -1,76 +1,41 @@
 """The six skills, and all that a further one is made of (docs/develop/skills.md)."""
 
-from ..errors import InvalidRequest
-from ..types.events import FinishReason, StreamUpdate, TokenLogprob
-from ..types.requests import Coord, Prompt, SamplingParams, Size
-from ..types.step import StepToken, TokenRule
-from .base import (
-    SkillContext,
-    SkillControl,
-    SkillOutput,
-    SkillRequest,
-    SkillSpec,
-    checked_text,
-)
-from .caption import CaptionSkill
-from .declaration import (
-    FLAG,
-    OBJECT_SETTINGS,
-    TEXT,
-    TEXT_SETTINGS,
-    object_schema,
-    settings_schema,
-)
-from .finding import DetectSkill, PointSkill
-from .gaze import GazeSkill
-from .objects.locate import LocateControl, LocateOutput
-from .objects.request import Merging, ObjectsRequest
-from .presupposed import Presupposed
-from .query import QuerySkill
-from .registry import SkillRegistry
-from .segment import SegmentSkill
-from .settings import read_settings, reject_unknown
-from .text.answer import AnswerControl, AnswerOutput
-from .text.request import TextRequest
-
-__all__ = [
-    "FLAG",
-    "OBJECT_SETTINGS",
-    "TEXT",
-    "TEXT_SETTINGS",
-    "AnswerControl",
-    "AnswerOutput",
-    "CaptionSkill",
-    "Coord",
-    "DetectSkill",
-    "FinishReason",
-    "GazeSkill",
-    "InvalidRequest",
-    "LocateControl",
-    "LocateOutput",
-    "Merging",
-    "ObjectsRequest",
-    "PointSkill",
-    "Presupposed",
-    "Prompt",
-    "QuerySkill",
-    "SamplingParams",
-    "SegmentSkill",
-    "Size",
-    "SkillContext",
-    "SkillControl",
-    "SkillOutput",
-    "SkillRegistry",
-    "SkillRequest",
-    "SkillSpec",
-    "StepToken",
-    "StreamUpdate",
-    "TextRequest",
-    "TokenLogprob",
-    "TokenRule",
-    "checked_text",
-    "object_schema",
-    "read_settings",
-    "reject_unknown",
-    "settings_schema",
-]
+from ..errors import InvalidRequest as InvalidRequest
+from ..types.events import FinishReason as FinishReason
+from ..types.events import StreamUpdate as StreamUpdate
+from ..types.events import TokenLogprob as TokenLogprob
+from ..types.requests import Coord as Coord
+from ..types.requests import Prompt as Prompt
+from ..types.requests import SamplingParams as SamplingParams
+from ..types.requests import Size as Size
+from ..types.step import StepToken as StepToken
+from ..types.step import TokenRule as TokenRule
+from .base import SkillContext as SkillContext
+from .base import SkillControl as SkillControl
+from .base import SkillOutput as SkillOutput
+from .base import SkillRequest as SkillRequest
+from .base import SkillSpec as SkillSpec
+from .base import checked_text as checked_text
+from .caption import CaptionSkill as CaptionSkill
+from .declaration import FLAG as FLAG
+from .declaration import OBJECT_SETTINGS as OBJECT_SETTINGS
+from .declaration import TEXT as TEXT
+from .declaration import TEXT_SETTINGS as TEXT_SETTINGS
+from .declaration import object_schema as object_schema
+from .declaration import settings_schema as settings_schema
+from .finding import DetectSkill as DetectSkill
+from .finding import PointSkill as PointSkill
+from .gaze import GazeSkill as GazeSkill
+from .objects.locate import LocateControl as LocateControl
+from .objects.locate import LocateOutput as LocateOutput
+from .objects.request import Merging as Merging
+from .objects.request import ObjectsRequest as ObjectsRequest
+from .presupposed import Presupposed as Presupposed
+from .query import QuerySkill as QuerySkill
+from .registry import SkillRegistry as SkillRegistry
+from .segment import SegmentSkill as SegmentSkill
+from .settings import read_settings as read_settings
+from .settings import reject_unknown as reject_unknown
+from .text.answer import AnswerControl as AnswerControl
+from .text.answer import AnswerOutput as AnswerOutput
+from .text.request import TextRequest as TextRequest

@@ -129,7 +129,7 @@ def _decodes(data: bytes) -> bool:
     return True
 
 
-FORMATS = (*_configure_libvips(), *(["BMP"] if bmp.AVAILABLE else []))
+IMAGE_FORMATS = (*_configure_libvips(), *(["BMP"] if bmp.AVAILABLE else []))
 """Names of the accepted formats, for messages and for the model service."""
 
 
@@ -282,7 +282,7 @@ class EncodedImage:
             if name == "HEIF":
                 codec = str(_metadata(image, "heif-compression"))
                 name = _HEIF_CODECS.get(codec, f"HEIF with {codec} inside")
-                if name not in FORMATS:
+                if name not in IMAGE_FORMATS:
                     raise _unsupported(f"is {name}, which this installation can't decode")
             kind = _kind(image, name)
             image = _checked(image, limits, kind)
@@ -473,7 +473,7 @@ def _metadata(image: pyvips.Image, name: str) -> Any:
 
 
 def _unsupported(what: str) -> UnsupportedImageError:
-    return UnsupportedImageError(FIELD, f"{what}; supported are {', '.join(FORMATS)}")
+    return UnsupportedImageError(FIELD, f"{what}; supported are {', '.join(IMAGE_FORMATS)}")
 
 
 def _broken(name: str) -> ImageDecodeError:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_engine.preprocess.decoding.open_image import FORMATS
+from kestrel_engine.preprocess.decoding.open_image import IMAGE_FORMATS
 from tests.abuse.inputs import mutated_images
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ def fuzz(*arguments: str, timeout_s: float) -> dict:
 
 def test_every_format_has_seeds():
     """HEIC is read by few builds of libvips, and written by none that we have."""
-    assert set(FORMATS) - {"HEIC"} == set(mutated_images.seeds())
+    assert set(IMAGE_FORMATS) - {"HEIC"} == set(mutated_images.seeds())
 
 
 def test_a_number_is_a_image():

@@ -214,12 +214,6 @@ def test_dtype_may_be_a_torch_dtype_or_its_name():
 
 
 def test_the_public_names_are_these():
-    assert set(kestrel_engine.__all__) >= {
-        "InferenceEngine",
-        "RuntimeConfig",
-        "EngineResult",
-        "SkillRegistry",
-    }
     from kestrel_engine import engine
     from kestrel_engine.config import runtime
     from kestrel_engine.skills import base

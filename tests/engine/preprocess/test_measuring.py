@@ -13,7 +13,7 @@ from PIL import Image
 from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.errors import ImageTooLargeError, InvalidRequest, UnsupportedImageError
 from kestrel_engine.preprocess.decoding.costs import Cost
-from kestrel_engine.preprocess.decoding.open_image import FORMATS
+from kestrel_engine.preprocess.decoding.open_image import IMAGE_FORMATS
 from kestrel_engine.preprocess.jobs import HeaderSize, ImageJob
 from kestrel_engine.preprocess.looks import InCrops, InRegion, Tiled, Tiles
 from kestrel_engine.preprocess.pool import PreprocessPool
@@ -49,7 +49,7 @@ def encoded(kind: str, width: int, height: int, orientation: int = 1) -> bytes:
     [("GIF", 1), ("BMP", 1), *itertools.product(("JPEG", "PNG", "WebP", "TIFF", "AVIF"), (1, 6))],
 )
 async def test_size_and_crops_are_those_of_the_decoded_image(pool, kind, orientation):
-    if kind == "AVIF" and "AVIF" not in FORMATS:
+    if kind == "AVIF" and "AVIF" not in IMAGE_FORMATS:
         pytest.skip("this installation reads no AVIF")
     small, large = encoded(kind, 40, 30, orientation), encoded(kind, 500, 400, orientation)
     part, tiles = (0.1, 0.2, 0.9, 0.8), Tiles(rows=1, columns=2)

@@ -21,7 +21,7 @@ from kestrel_engine.errors import (
     UnsupportedImageError,
 )
 from kestrel_engine.preprocess.decoding.costs import KINDS, check_pixels
-from kestrel_engine.preprocess.decoding.open_image import FORMATS, open_image
+from kestrel_engine.preprocess.decoding.open_image import IMAGE_FORMATS, open_image
 from tests.engine.preprocess.encoded import encoded as of_image
 
 LIMITS = ImageLimits()
@@ -87,7 +87,7 @@ def test_other_formats_are_refused_and_ours_are_named(name, tmp_path):
     with pytest.raises(UnsupportedImageError) as caught:
         open_image(REFUSED[name], LIMITS)
     assert caught.value.field == "image"
-    for fmt in FORMATS:
+    for fmt in IMAGE_FORMATS:
         assert fmt in caught.value.message
     # The name's ending does not help.
     path = tmp_path / "innocent.png"

@@ -19,7 +19,7 @@ from kestrel_engine.errors import (
 from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding import plain_jpeg
 from kestrel_engine.preprocess.decoding.heif_probes import HEIF_PROBES
-from kestrel_engine.preprocess.decoding.open_image import FORMATS, open_image
+from kestrel_engine.preprocess.decoding.open_image import IMAGE_FORMATS, open_image
 from kestrel_engine.types.model_config import VisionConfig
 from tests.engine.preprocess.encoded import encoded
 
@@ -313,7 +313,7 @@ def test_unknown_orientations_are_ignored(orientation):
 @pytest.mark.parametrize("name", HEIF_PROBES)
 def test_heif_is_decoded_if_this_libvips_can_and_named_if_not(name):
     """Builds of libvips without the HEVC licence read the container only."""
-    if name in FORMATS:
+    if name in IMAGE_FORMATS:
         pixels = decode(HEIF_PROBES[name])
         assert pixels.shape == (64, 64, 3)
         assert np.abs(pixels[24, 32].astype(int) - (200, 30, 30)).max() < 16
@@ -325,9 +325,9 @@ def test_heif_is_decoded_if_this_libvips_can_and_named_if_not(name):
 
 
 def test_the_formats_of_the_bundled_libvips_and_pillow():
-    assert FORMATS[:5] == ("JPEG", "PNG", "WebP", "TIFF", "GIF")
-    assert set(FORMATS[5:]) <= {"AVIF", "HEIC", "BMP"}
-    assert {"AVIF", "BMP"} <= set(FORMATS)
+    assert IMAGE_FORMATS[:5] == ("JPEG", "PNG", "WebP", "TIFF", "GIF")
+    assert set(IMAGE_FORMATS[5:]) <= {"AVIF", "HEIC", "BMP"}
+    assert {"AVIF", "BMP"} <= set(IMAGE_FORMATS)
 
 
 @pytest.mark.parametrize(
