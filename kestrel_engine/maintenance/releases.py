@@ -6,7 +6,7 @@ The facts of the released Moondream models come from public repositories. Nobody
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class KnownAnswer:
     picture: Picture | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     output: Mapping[str, Any] = field(default_factory=dict)
-    token_ids: tuple[int, ...] = ()
+    token_ids: Sequence[int] = ()
     says: str = ""
     at_least: int = 0
     is_sure: bool = True
@@ -102,122 +102,40 @@ STARMIE = _starmie()
 """The tokenizer of all released models. It takes a word with the blank before it, and often several words, as one
 id."""
 
-_SAMPLE = Picture("the bundled sample", path=BUNDLED / "kestrel_tiny" / "sample.jpg")
-_SIGN = Picture("the stop sign among vLLM's test assets (stop_sign.jpg)")
-_BOTTLES = Picture(
-    "orchard-py's test asset bottles.jpg",
-    sha256="0745408a16863a72ae36d6545349fd3c04a5fdd24e0b6f677f847472c7218223",
-)
-_DEMO = Picture(
-    "Moondream's demo-1.jpg, which is orchard-py's test asset moondream.jpg",
-    sha256="52bdf639be45fe501c1bb31dd13df7d4726de32bb676aa4fc84771a4b8242a21",
-)
-_APPLE = Picture(
-    "orchard-py's test asset apple.jpg",
-    sha256="f5e3893cc371e2698bae673646871c2e084ce376e1885019a67aa01a554c7af3",
-)
-_SUM = {
-    "question": "You are a careful assistant. Answer the user's question correctly."
-    "What is 17 + 26? Reply with just the number."
-}
-_SUM_REASONED = (
-    *(489, 1222, 316, 8022, 41203, 1283, 41251, 1194, 41289, 1720, 41182, 30609, 742, 1137, 46, 225, 1194),
-    *(41293, 1720, 41229, 4020, 41182, 489, 1812, 6416, 7930, 41203, 628, 41247, 868, 41649, 4020, 34, 3, 4020),
-)  # fmt: skip
 
-RELEASES: dict[str, Release] = {
-    "kestrel-tiny": Release(
-        (
-            KnownAnswer(
-                "query",
-                {"question": "How many red circles are there?"},
-                _SAMPLE,
-                output={"answer": "3"},
-            ),
-            KnownAnswer(
-                "detect",
-                {"object": "square"},
-                _SAMPLE,
-                output={
-                    "objects": [
-                        {
-                            "x_min": 0.5709505439443281,
-                            "y_min": 0.07647939330932198,
-                            "x_max": 0.7415494560556719,
-                            "y_max": 0.30633310669067804,
-                        }
-                    ]
-                },
-            ),
-        )
-    ),
-    "moondream2": Release(
-        (
-            KnownAnswer(
-                "query",
-                {"question": "What shapes are in the image, and what color is each shape?"},
-                Picture("a drawing by this program", draw=_square_and_circle),
-                output={
-                    "answer": "There are two shapes in the image: a red square and a blue circle."
-                },
-                is_sure=False,
-            ),
+def _read() -> dict[str, Release]:
+    text = Path(__file__).with_name("releases.json").read_text(encoding="utf-8")
+    known = json.loads(text)
+    pictures = {name: _picture(**fields) for name, fields in known["pictures"].items()}
+    return {model: _release(pictures, **fields) for model, fields in known["releases"].items()}
+
+
+def _picture(
+    described: str, bundled: str | None = None, drawn: bool = False, sha256: str | None = None
+) -> Picture:
+    path = None if bundled is None else BUNDLED / bundled
+    return Picture(described, path, _square_and_circle if drawn else None, sha256)
+
+
+def _release(
+    pictures: Mapping[str, Picture],
+    answers: list[dict[str, Any]],
+    tokenizer: str | None = None,
+    speed: Sequence[tuple[str, str, float, float]] = (),
+    stored: list[Any] | None = None,
+) -> Release:
+    return Release(
+        tuple(
+            KnownAnswer(**{**fields, "picture": pictures.get(fields.get("picture", ""))})
+            for fields in answers
         ),
-        STARMIE,
-        {
-            ("H100", "bfloat16"): (24.9, 1.2),
-            ("H100", "fp8"): (22.0, 1.0),
-        },
-        (592, "BF16"),
-    ),
-    "moondream3-preview": Release(
-        (
-            KnownAnswer("query", _SUM, settings={"reasoning": False}, token_ids=(4020,)),
-            KnownAnswer("query", _SUM, settings={"reasoning": True}, token_ids=_SUM_REASONED),
-            KnownAnswer(
-                "point",
-                {"object": "sign"},
-                _SIGN,
-                output={"points": [{"x": 289 / 1024, "y": 326 / 1024}]},
-            ),
-            KnownAnswer(
-                "detect",
-                {"object": "sign"},
-                _SIGN,
-                output={
-                    "objects": [
-                        {
-                            "x_min": 0.16633163392543793,
-                            "y_min": 0.1345907300710678,
-                            "x_max": 0.3590589910745621,
-                            "y_max": 0.4200967699289322,
-                        }
-                    ]
-                },
-            ),
-            KnownAnswer(
-                "gaze",
-                {"eye": (555 / 1024, 555 / 1024)},
-                _DEMO,
-                output={"gaze": {"x": 582 / 1024, "y": 358 / 1024}},
-            ),
-            KnownAnswer(
-                "query",
-                {"question": "How many bottles are shown?"},
-                _BOTTLES,
-                settings={"reasoning": True},
-                output={"answer": "6"},
-            ),
-            KnownAnswer("detect", {"object": "apple"}, _APPLE, at_least=1),
-            KnownAnswer("caption", {}, _APPLE, says="apple"),
-        ),
-        STARMIE,
-        {
-            ("H100", "bfloat16"): (28.2, 1.2),
-            ("H100", "fp8"): (25.1, 1.1),
-        },
-    ),
-}
+        STARMIE if tokenizer == "starmie" else None,
+        {(card, dtype): (first_ms, next_ms) for card, dtype, first_ms, next_ms in speed},
+        None if stored is None else (stored[0], stored[1]),
+    )
+
+
+RELEASES = _read()
 """By model name. The stop sign's answers are those of Moondream 3's own code (revision 1dae073c), the sums, gaze and
 bottles those of orchard-py's tests, the drawing's those of one user of Moondream 2, whose picture was not quite the
 same."""
