@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 
+from kestrel_client.commands.files import file_errors
 from kestrel_client.commands.flag_table import add_flags
-from kestrel_client.commands.parser import CommandError
 
 from ...security.identity.principal import Scope
 from ...security.identity.tokens import line_of, new_token, parse_scopes
@@ -44,12 +44,10 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 0
-    try:
+    with file_errors("write", args.append):
         # The file holds only hashes, but other users need not see names and scopes.
         handle = os.open(args.append, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with open(handle, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
-    except OSError as error:
-        raise CommandError(f"cannot write {args.append!r}: {error.strerror or error}") from None
     print(token)
     return 0

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kestrel_client.commands.files import file_errors
 from kestrel_client.commands.flag_table import add_flags
-from kestrel_client.commands.parser import CommandError
 from kestrel_client.commands.values import whole
 from kestrel_engine import maintenance
 
@@ -54,19 +54,11 @@ def run(args: argparse.Namespace) -> int:
         images = maintenance.read_labelled_images(*places, absent=args.absent)[: args.limit]
         with LoadingProgress() as progress:
             report = asyncio.run(maintenance.calibrate(config, images, progress=progress))
-    _write(args.out, report.text)
+    if args.out is not None:
+        with file_errors("write", args.out):
+            Path(args.out).write_text(report.text, encoding="utf-8")
     _print(report, as_json=args.json)
     return 0
-
-
-def _write(path: str | None, text: str) -> None:
-    """Raises CommandError."""
-    if path is None:
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 def _print(report: Any, *, as_json: bool) -> None:

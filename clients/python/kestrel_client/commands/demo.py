@@ -15,6 +15,7 @@ from kestrel_client import CaptionTask, DetectTask, KestrelClient, KestrelError,
 from kestrel_client.drawing.marks import Marks
 
 from . import DEMO_IMAGE
+from .files import file_errors
 from .flag_table import add_flags
 from .own_server import own_server
 from .parser import CommandError
@@ -44,10 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = Path(args.output)
-    try:
+    with file_errors("create the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"cannot create the folder {args.output!r}: {error.strerror}") from None
     # SIGTERM then ends the server too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"$ kestrel-grpc serve --model {args.model}", flush=True)

@@ -6,18 +6,28 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .parser import CommandError
 
 
+@contextmanager
+def file_errors(doing: str, path: object) -> Iterator[None]:
+    """Raises an OSError as CommandError: cannot ``doing`` what ``path`` names."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"cannot {doing} {str(path)!r}: {error.strerror or error}") from None
+
+
 def json_file(path: Path) -> Any:
     """The content of a JSON file. Raises CommandError."""
+    with file_errors("read", path):
+        data = path.read_bytes()
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise CommandError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{str(path)!r} is not JSON: {error}") from None
 
@@ -26,14 +36,12 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file. Raises CommandError."""
     number = 1
     try:
-        with path.open(encoding="utf-8") as opened:
+        with file_errors("read", path), path.open(encoding="utf-8") as opened:
             for number, line in enumerate(filter(str.strip, opened), 1):
                 row = json.loads(line)
                 if not isinstance(row, dict):
                     raise CommandError(f"{path}: row {number} is not an object of JSON")
                 yield row
-    except OSError as error:
-        raise CommandError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise CommandError(f"{str(path)!r} is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
@@ -45,12 +53,10 @@ def check_writable(path: str) -> None:
     folder = Path(path).parent
     if Path(path).is_dir():
         raise CommandError(f"cannot write {path!r}: it is a folder")
-    try:
+    with file_errors("write", path):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise CommandError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:

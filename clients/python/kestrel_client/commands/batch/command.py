@@ -11,9 +11,10 @@ from pathlib import Path
 from kestrel_client import Task
 
 from ..connection import add_connection_flags
+from ..files import file_errors
 from ..flag_table import add_flags
 from ..flags import SettingsError
-from ..parser import EXIT_FAILED, CommandError
+from ..parser import EXIT_FAILED
 from ..requests.analyze import add_task_flags, task_of
 from ..requests.flags import add_request_flags, request_options
 from ..requests.inputs import IMAGE_HELP
@@ -139,13 +140,9 @@ def _tasks(row: Row, keys: list[str], args: argparse.Namespace) -> Mapping[str, 
 
 def _export(journal: Journal, exports: list[Export]) -> None:
     for export in exports:
-        try:
+        with file_errors("write", export.path):
             export.path.parent.mkdir(parents=True, exist_ok=True)
             export.write(journal.lines(), export.path)
-        except OSError as error:
-            raise CommandError(
-                f"cannot write {str(export.path)!r}: {error.strerror or error}"
-            ) from None
 
 
 def _print(

@@ -13,6 +13,7 @@ from ..batch.journal import Journal
 from ..batch.rows import Row
 from ..batch.running import add_running_flags, check_running_flags, run_rows, server_of
 from ..connection import add_connection_flags
+from ..files import file_errors
 from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, CommandError
@@ -142,10 +143,8 @@ def _evaluate(
     args: argparse.Namespace, chosen: Benchmark, data: str, found: Iterator[Item], asking: Asking
 ) -> int:
     folder = Path(args.output or f"eval-{chosen.name}")
-    try:
+    with file_errors("create the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"cannot create the folder {str(folder)!r}: {error.strerror}") from None
     options = {key: value for key, value in request_options(args).items() if value is not None}
     described = {
         "set": chosen.name,

@@ -11,7 +11,7 @@ from typing import Any
 
 from kestrel_client.images.fetching import is_url
 
-from ..files import json_lines
+from ..files import file_errors, json_lines
 from ..parser import CommandError
 from ..requests.inputs import Source
 from .benchmark import Benchmark, Hub
@@ -28,10 +28,8 @@ Records = tuple[str, Iterator[Record]]
 def open_records(benchmark: Benchmark, origin: str | Hub, limit: int | None) -> Records:
     """Returns the rows of a file or folder, or of a data set of the hub. Raises CommandError."""
     if isinstance(origin, str):
-        try:
+        with file_errors("read", origin):
             return origin, _local_rows(benchmark, Path(origin), limit)
-        except OSError as error:
-            raise CommandError(f"cannot read {origin!r}: {error.strerror or error}") from None
     named = origin.repo if origin.config is None else f"{origin.repo} ({origin.config})"
     name = f"{named} {origin.split}"
     return name, _loaded(name, limit, origin.repo, origin.config, split=origin.split)

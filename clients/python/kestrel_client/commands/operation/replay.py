@@ -19,6 +19,7 @@ from ..._pb.kestrel.v1 import image_service_pb2, vision_service_pb2
 from ...errors import from_rpc_error
 from ...images.request_images import request_images
 from ..connection import CallMetadata, add_connection_flags, open_channel
+from ..files import file_errors
 from ..flag_table import add_flags
 from ..parser import EXIT_FAILED, CommandError
 from ..requests.output import print_json
@@ -80,14 +81,10 @@ def read_captured(args: argparse.Namespace) -> CapturedCall:
 
 def _read_file(path: str) -> CapturedCall:
     """Reads a captured request. Raises CommandError."""
+    with file_errors("read", path):
+        data = Path(path).read_bytes()
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CommandError(f"{path!r} is not a captured request: it is not text") from None
-    try:
-        fields = json.loads(text)
+        fields = json.loads(data.decode())
         if fields["kestrel_capture"] != _FORMAT:
             raise ValueError("another version has written it")
         service, _, name = str(fields["method"]).rpartition("/")
@@ -104,6 +101,8 @@ def _read_file(path: str) -> CapturedCall:
         if not isinstance(left_out, list) or not all(isinstance(each, dict) for each in left_out):
             raise ValueError("images_left_out must be a list of objects")
         return CapturedCall(method, request, fields["code"], fields["model"], left_out)
+    except UnicodeDecodeError:
+        raise CommandError(f"{path!r} is not a captured request: it is not text") from None
     except KeyError as error:
         raise CommandError(f"{path!r} is not a captured request: it has no {error}") from None
     except (TypeError, ValueError, RecursionError, json_format.ParseError) as error:
@@ -132,7 +131,10 @@ def _set_images(captured: CapturedCall, paths: Sequence[str]) -> None:
         raise CommandError(f"the capture does not hold {what}{about}: give it with --image")
     if len(paths) > len(left_out):
         raise CommandError(f"--image is given {len(paths)} times for {len(left_out)} images")
-    data = [_read(path) for path in paths]
+    data = []
+    for path in paths:
+        with file_errors("read", path):
+            data.append(Path(path).read_bytes())
     if captured.method.input_type is image_service_pb2.UploadImageRequest.DESCRIPTOR:
         if data:
             _set_upload(captured.request, data[0])
@@ -151,14 +153,6 @@ def _set_upload(messages: list[Any], data: bytes) -> None:
     begin = upload(info=image_service_pb2.UploadInfo())
     starts = range(0, len(data), _CHUNK_BYTES)
     messages[:] = [begin, *(upload(chunk=data[start : start + _CHUNK_BYTES]) for start in starts)]
-
-
-def _read(path: str) -> bytes:
-    """Raises CommandError."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
 
 
 def call(

@@ -9,9 +9,9 @@ from pathlib import Path
 from kestrel_client import EmbedResult, KestrelClient
 
 from ..connection import add_connection_flags, ask_each
+from ..files import file_errors
 from ..flag_table import add_flags
 from ..flags import SettingsError
-from ..parser import CommandError
 from .features import SUFFIX, write_features
 from .flags import add_request_flags, request_options
 from .inputs import IMAGE_HELP, Input, open_inputs
@@ -92,9 +92,6 @@ def _save(path: Path, found: dict[str, EmbedResult]) -> None:
         arrays["crops"] = np.stack([np.asarray(crop) for _, crop in crops])
         arrays["crop_of"] = np.array([i for i, _ in crops])
         arrays["boxes"] = np.array(boxes, np.float32)
-    try:
-        with path.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-    except OSError as error:
-        raise CommandError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    with file_errors("write", path), path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
     print(f"wrote {len(results)} images to {path}", file=sys.stderr)

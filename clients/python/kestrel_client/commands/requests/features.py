@@ -13,6 +13,7 @@ from kestrel_client import ImageFeatures, ImageSize
 from kestrel_client.errors import KestrelError
 from kestrel_client.values.results.exports import package
 
+from ..files import file_errors
 from ..parser import CommandError
 
 SUFFIX = ".npy"
@@ -31,11 +32,8 @@ def write_features(path: Path, features: ImageFeatures) -> None:
     record = np.zeros((), np.dtype(fields))
     record["size"], record["adapter"] = features.size, features.adapter
     record["features"] = np.frombuffer(features.data, number).reshape(shape)
-    try:
-        with path.open("wb") as file:
-            np.save(file, record, allow_pickle=False)
-    except OSError as error:
-        raise CommandError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    with file_errors("write", path), path.open("wb") as file:
+        np.save(file, record, allow_pickle=False)
 
 
 def read_features(name: str) -> ImageFeatures:

@@ -11,6 +11,7 @@ from kestrel_client import ImageFeatures, ImageHandle, KestrelError
 from kestrel_client.drawing.marks import Marks
 from kestrel_client.values.results.showing import draw_marks
 
+from ..files import file_errors
 from ..parser import CommandError
 from .inputs import Input, unique_stems
 
@@ -95,10 +96,8 @@ class Painter:
 
         folder = Path(self._target) if self._folder else Path(self._target).absolute().parent
         if self._folder:
-            try:
+            with file_errors("write", self._target):
                 folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise CommandError(f"cannot write {self._target!r}: {error.strerror}") from None
         elif Path(self._target).suffix.lower() not in Image.registered_extensions():
             raise CommandError(f"cannot write {self._target!r}: end its name with .png or .jpg")
         if not folder.is_dir():
