@@ -37,21 +37,26 @@ class DecodeAttention:
     """
 
     def __init__(self, key_pool: Tensor, value_pool: Tensor, slots: list[Tensor]) -> None:
-        self._keys, self._values = key_pool, value_pool
-        self._newest = torch.stack([each[-1] for each in slots])
-        self._lengths = torch.tensor([len(each) for each in slots])
+        self.keys, self.values = key_pool, value_pool
+        self.newest = torch.stack([each[-1] for each in slots])
+        self.lengths = torch.tensor([len(each) for each in slots])
         padded = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)
-        self._slots = torch.nn.functional.pad(padded, (0, LANES))
+        self.slots = torch.nn.functional.pad(padded, (0, LANES))
+
+    @property
+    def longest(self) -> int:
+        """The most positions of a sequence."""
+        return self.slots.shape[1] - LANES
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values, q = self._keys[layer], self._values[layer], q.contiguous()
-        keys.index_copy_(0, self._newest, k)
-        values.index_copy_(0, self._newest, v)
+        keys, values, q = self.keys[layer], self.values[layer], q.contiguous()
+        keys.index_copy_(0, self.newest, k)
+        values.index_copy_(0, self.newest, v)
         rows, heads, size = q.shape
-        longest = self._slots.shape[1] - LANES
+        longest = self.longest
         scores = torch.empty(rows, heads, longest + LANES, dtype=torch.float32)
         out = torch.zeros(q.shape, dtype=torch.float32)
-        pointers = (q, keys, values, self._slots, self._lengths, scores, out)
+        pointers = (q, keys, values, self.slots, self.lengths, scores, out)
         run = _compiled(q.dtype == torch.bfloat16, size)
         run(*(tensor.data_ptr() for tensor in pointers), rows, heads, longest)
         return out.to(q.dtype)
@@ -59,10 +64,10 @@ class DecodeAttention:
 
 @cache
 def _compiled(bfloat: bool, size: int) -> Callable[..., None]:
-    return host_code.compiled(_Code(bfloat, size))
+    return host_code.compiled(Code(bfloat, size))
 
 
-class _Code(host_code.Code):
+class Code(host_code.Code):
     """Each thread computes its heads."""
 
     arguments = (
@@ -70,14 +75,24 @@ class _Code(host_code.Code):
         *("rows", "heads", "longest"),
     )
 
-    def __init__(self, bfloat: bool, size: int) -> None:
-        super().__init__(f"attention_{bfloat}_{size}")
+    def __init__(self, bfloat: bool, size: int, module: Any = None) -> None:
+        super().__init__(f"attention_{bfloat}_{size}", module)
         self._bfloat, self._size_of_head = bfloat, size
 
+    def function(self) -> Any:
+        """Adds a function to the module that one thread calls, for the heads from the second argument to the third
+        one, exclusive."""
+        attend = self._begin("attend", self._long, self._long)
+        self._attend(*attend.args[1:])
+        self._b.ret_void()
+        return attend
+
     def _share(self) -> None:
+        self._attend(*self._part(self._size("heads")))
+
+    def _attend(self, first: Any, end: Any) -> None:
         b, long = self._b, self._long
         heads, rows = self._size("heads"), self._size("rows")
-        first, end = self._part(heads)
         for work in (self._score, self._add_values):
             with (
                 self._loop(long(0), self._size("longest"), LANES) as at,
@@ -126,22 +141,6 @@ class _Code(host_code.Code):
         with self._loop(begin, end, LANES) as at:
             x = b.fmul(self._load("scores", at, self._floats), self._splat(inverse))
             b.store(x, self._at("scores", at, self._float), align=4)
-
-    def _exp(self, x: Any) -> Any:
-        """The exponentials of 16 floats of at most 0: two to the power of a whole number, times a polynomial."""
-        b = self._b
-        x = b.fmul(x, self._splat(self._float(math.log2(math.e))))
-        least = self._splat(self._float(-126.0))
-        x = b.select(b.fcmp_ordered("<", x, least), least, x)
-        whole = b.call(self._known("llvm.rint.v16f32", self._floats, self._floats), [x])
-        x = b.fsub(x, whole)
-        y = self._splat(self._float(0.0))
-        for power in range(6, -1, -1):
-            factor = math.log(2) ** power / math.factorial(power)
-            y = self._fma(y, x, self._splat(self._float(factor)))
-        bias, places = (self._ir.Constant(self._words, [n] * LANES) for n in (127, 23))
-        power = b.shl(b.add(b.fptosi(whole, self._words), bias), places)
-        return b.fmul(y, b.bitcast(power, self._floats))
 
     def _add_values(self, row: Any, line: Any, head: Any, at: Any, end: Any) -> None:
         b = self._b

@@ -36,6 +36,19 @@ _GROUPS = (128, 64)
 """Of ``x`` beside int8: the first that divides K. Beside int4, the weight's own groups are used."""
 
 
+def form_of(weight: Tensor) -> Form | None:
+    """Returns the form of a weight, or None if it is none of these, small, or the functions do not work here."""
+    form: Form | None = None
+    if weight.dtype == torch.bfloat16:
+        form = "bf16"
+    elif weight.dtype == torch.int8:
+        form = "int8"
+    elif weight.dtype == torch.uint8 and weight.dim() == 3 and weight.shape[1] == 1:
+        form = "int4"
+    is_large = weight.device.type == "cpu" and weight.numel() >= SMALL
+    return form if is_large and available() else None
+
+
 def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:
     """Returns the group of ``x`` for a weight, or None if the weight can't be multiplied here."""
     k = weight.shape[-1] * (2 if form == "int4" else 1)
@@ -87,6 +100,7 @@ def product(
             into.data_ptr(),
             n,
             k,
+            0,
         )
         if into is not out:
             out.copy_(into[: len(out)])
@@ -111,7 +125,7 @@ def available() -> bool:
 
 @cache
 def _compiled(form: Form, rows: int, group: int, biased: bool) -> Callable[..., None]:
-    return host_code.compiled(_Code(form, rows, group, biased, host_code.features()))
+    return host_code.compiled(Code(form, rows, group, biased, host_code.features()))
 
 
 def _int8_width(features: Mapping[str, bool]) -> int:
@@ -131,30 +145,54 @@ def _bfloat() -> Any:
     return BFloat()
 
 
-class _Code(host_code.Code):
+class Code(host_code.Code):
     """Each thread computes its rows of W."""
 
-    arguments = "weight", "scales", "bias", "x", "rounded", "steps", "sums", "y", "n", "k"
+    arguments = (
+        *("weight", "scales", "bias", "x", "rounded", "steps", "sums", "y"),  # pointers
+        *("n", "k", "adds"),
+    )
 
     def __init__(
-        self, form: Form, rows: int, group: int, biased: bool, features: Mapping[str, bool]
+        self,
+        form: Form,
+        rows: int,
+        group: int,
+        biased: bool,
+        features: Mapping[str, bool],
+        module: Any = None,
     ) -> None:
-        super().__init__(f"{form}_{rows}_{group}")
+        super().__init__(f"{form}_{rows}_{group}", module)
         self._form, self._rows, self._group, self._biased = form, rows, group, biased
         # Fewer registers hold the sums of one row of W only.
         self._at_once = _AT_ONCE if rows > 1 and features.get("avx512f") else 1
         self._has_bf16 = bool(features.get("avx512bf16"))
         self._has_int8 = _int8_width(features)
 
+    def functions(self) -> tuple[Any, Any]:
+        """Adds functions to the module that one thread calls: what prepares, and the product with the rows of W from
+        the second argument to the third one, exclusive. Both numbers are multiples of 4."""
+        prepare = self._begin("prepare")
+        self._prepare()
+        self._b.ret_void()
+        multiply = self._begin("multiply", self._long, self._long)
+        self._multiply(*multiply.args[1:])
+        self._b.ret_void()
+        return prepare, multiply
+
     def _prepare(self) -> None:
         if self._form != "bf16":
             self._round()
 
     def _share(self) -> None:
-        """A thread's part of ``y``: a row of W after the other, because that is how memory is read fastest."""
+        b, at_once = self._b, self._long(self._at_once)
+        first, end = self._part(b.sdiv(self._size("n"), at_once))
+        self._multiply(b.mul(first, at_once), b.mul(end, at_once))
+
+    def _multiply(self, first: Any, end: Any) -> None:
+        """A part of ``y``: a row of W after the other, because that is how memory is read fastest."""
         b, long = self._b, self._long
-        n, at_once = self._size("n"), long(self._at_once)
-        first, end = (b.mul(row, at_once) for row in self._part(b.sdiv(n, at_once)))
+        n, adds = self._size("n"), b.icmp_signed("!=", self._size("adds"), long(0))
         fill = {"bf16": self._sum_bf16, "int8": self._sum_int8, "int4": self._sum_int4}[self._form]
         with self._loop(first, end, self._at_once) as row:
             rows = [b.add(row, long(i)) for i in range(self._at_once)]
@@ -163,7 +201,8 @@ class _Code(host_code.Code):
             for r, of_x in enumerate(totals):
                 for row, total in zip(rows, of_x, strict=True):
                     place = self._at("y", b.add(b.mul(long(r), n), row), self._float)
-                    b.store(self._result(total, row, r), place)
+                    before = b.select(adds, b.load(place, typ=self._float), self._float(0.0))
+                    b.store(b.fadd(before, self._result(total, row, r)), place)
 
     def _result(self, total: Any, row: Any, r: int) -> Any:
         b = self._b

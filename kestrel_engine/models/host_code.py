@@ -7,6 +7,7 @@ The threads start by `GOMP_parallel` of the OpenMP library that torch has loaded
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,7 +62,8 @@ def compiled(code: Code) -> Callable[..., None]:
     path = openmp()
     assert path is not None
     library = ctypes.CDLL(path)
-    for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
+    names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "sched_yield"
+    for name in names:
         binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     flags = binding.get_host_cpu_features().flatten()
     machine = binding.Target.from_default_triple().create_target_machine(
@@ -90,7 +92,8 @@ class Code:
 
     arguments: tuple[str, ...]
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, module: Any = None) -> None:
+        """``module``: the one of another `Code`, which uses functions of this one."""
         from llvmlite import ir
 
         self._ir = ir
@@ -98,7 +101,7 @@ class Code:
         self._word, self._long = ir.IntType(32), ir.IntType(64)
         self._float, self._pointer, self._none = ir.FloatType(), ir.PointerType(), ir.VoidType()
         self._floats, self._words = self._vector(self._float), self._vector(self._word)
-        self._module = ir.Module(name)
+        self._module = module or ir.Module(name)
         self._b: Any = None
 
     def module(self) -> Any:
@@ -124,13 +127,17 @@ class Code:
     def _part(self, count: Any) -> tuple[Any, Any]:
         """The first of ``count`` things that are this thread's, and one past the last."""
         b, long = self._b, self._long
-        thread = b.sext(b.call(self._known("omp_get_thread_num", self._word), []), long)
-        threads = b.sext(b.call(self._known("omp_get_num_threads", self._word), []), long)
+        thread, threads = self._of_team("thread_num"), self._of_team("num_threads")
         first = b.sdiv(b.mul(count, thread), threads)
         return first, b.sdiv(b.mul(count, b.add(thread, long(1))), threads)
 
-    def _begin(self, name: str) -> Any:
-        kind = self._ir.FunctionType(self._none, (self._pointer,))
+    def _of_team(self, what: str) -> Any:
+        found = self._b.call(self._known(f"omp_get_{what}", self._word), [])
+        return self._b.sext(found, self._long)
+
+    def _begin(self, name: str, *more: Any) -> Any:
+        """Begins a function of a structure and of ``more`` arguments."""
+        kind = self._ir.FunctionType(self._none, (self._pointer, *more))
         function = self._ir.Function(self._module, kind, name)
         function.args[0].add_attribute("noalias")
         self._b = self._ir.IRBuilder(function.append_basic_block())
@@ -168,8 +175,11 @@ class Code:
         return self._b.load(place, typ=self._long)
 
     def _at(self, name: str, index: Any, kind: Any) -> Any:
-        start = self._b.inttoptr(self._size(name), self._pointer)
-        return self._b.gep(start, [index], source_etype=kind)
+        return self._place(self._size(name), index, kind)
+
+    def _place(self, start: Any, index: Any, kind: Any) -> Any:
+        """Where element ``index`` is. ``start``: where element 0 is, as a number."""
+        return self._b.gep(self._b.inttoptr(start, self._pointer), [index], source_etype=kind)
 
     def _load(self, name: str, index: Any, kind: Any, align: int = 0) -> Any:
         """Reads ``kind``, a number or a vector, from element ``index``."""
@@ -195,6 +205,22 @@ class Code:
         """The sum of 16 floats."""
         add = self._known("llvm.vector.reduce.fadd.v16f32", self._float, self._float, self._floats)
         return self._b.call(add, [self._float(-0.0), vector], fastmath=("reassoc",))
+
+    def _exp(self, x: Any) -> Any:
+        """The exponentials of 16 floats of at most 0: two to the power of a whole number, times a polynomial."""
+        b = self._b
+        x = b.fmul(x, self._splat(self._float(math.log2(math.e))))
+        least = self._splat(self._float(-126.0))
+        x = b.select(b.fcmp_ordered("<", x, least), least, x)
+        whole = b.call(self._known("llvm.rint.v16f32", self._floats, self._floats), [x])
+        x = b.fsub(x, whole)
+        y = self._splat(self._float(0.0))
+        for power in range(6, -1, -1):
+            factor = math.log(2) ** power / math.factorial(power)
+            y = self._fma(y, x, self._splat(self._float(factor)))
+        bias, places = (self._ir.Constant(self._words, [n] * LANES) for n in (127, 23))
+        power = b.shl(b.add(b.fptosi(whole, self._words), bias), places)
+        return b.fmul(y, b.bitcast(power, self._floats))
 
     def _low_halves(self, words: Any) -> Any:
         """The bfloat16 numbers with even places, as floats."""

@@ -7,6 +7,7 @@ gradients, so adapters and the bundled models are trained with it too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor
 from ..types.adapter import INPUT
 from ..types.model_config import TextConfig
 from .attention import Attention
+from .decode_attention import DecodeAttention
+from .decode_step import DecodeStep, shape_of
 from .layers import LayerNorm, Linear, Mlp, Tensors, gelu_erf
 from .low_rank import TextAdapters
 from .rope import RotaryTable, Rotation
@@ -191,6 +194,12 @@ class TextModel:
         self._rotary = RotaryTable(
             config.rope_theta, config.rotary_dim, config.max_context, self.wte.device
         )
+        self._rotary_dim = config.rotary_dim
+
+    @cached_property
+    def _decode_step(self) -> DecodeStep | None:
+        shape = shape_of(self.blocks, self._rotary_dim)
+        return None if shape is None else DecodeStep(self.blocks, shape)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeds token ids [n] int64 to [n, dim]."""
@@ -213,6 +222,10 @@ class TextModel:
         if no token has one.
         """
         placement = self.place(positions)
+        if adapters is None and isinstance(attention, DecodeAttention):
+            step = self._decode_step
+            if step is not None and step.takes(x):
+                return step(x, placement.rotation, attention)
         for block in self.blocks:
             x = block(x, placement, attention, adapters)
         return x

@@ -83,17 +83,10 @@ def _many(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Ten
 
 def _few(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Returns ``x @ W.T + bias`` [rows, N] in float32 for ``x`` [rows, K], or None if torch's product is to be used."""
-    if weight.dtype == torch.bfloat16 == x.dtype:
-        form: few_rows.Form = "bf16"
-        if len(x) > few_rows.MOST_ROWS:
-            return None
-    elif weight.dtype == torch.int8:
-        form = "int8"
-    elif weight.dtype == torch.uint8 and weight.dim() == 3 and weight.shape[1] == 1:
-        form = "int4"
-    else:
-        return None
-    if weight.numel() < few_rows.SMALL or torch.is_grad_enabled() or not few_rows.available():
+    form = None if torch.is_grad_enabled() else few_rows.form_of(weight)
+    if form is None or (
+        form == "bf16" and (x.dtype != weight.dtype or len(x) > few_rows.MOST_ROWS)
+    ):
         return None
     group = few_rows.group_of(form, weight, scales)
     if group is None:
