@@ -6,13 +6,11 @@ import asyncio
 import json
 import logging
 import sqlite3
-from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any
 
 from kestrel_engine import EngineOverloaded, clock
 
-from .answering import Answer, BatchCalls, Form
+from .answering import BatchCalls, Form
 from .store import BatchStore
 from .tables import Waiting
 
@@ -33,12 +31,13 @@ class BatchRunner:
 
     def __init__(self, store: BatchStore, at_once: int) -> None:
         self.store, self._at_once = store, at_once
+        store.on_end = self._cancel
         self.forms: dict[str, Form] = {}
         """Of the requests that this server answers, by endpoint: other requests wait."""
         self.calls: BatchCalls | None = None
         """Answers the requests. The server sets it before ``run``."""
-        self._running: dict[asyncio.Task[None], str] = {}
-        """The tasks, with the batches of their requests."""
+        self._running: dict[asyncio.Task[None], Waiting] = {}
+        """The tasks, with what they answer. A task that ends before its first step leaves it, too."""
         self._paused: dict[str, float] = {}
         """The callers who wait, and until when."""
         self._called_at = clock.now()
@@ -53,10 +52,10 @@ class BatchRunner:
         """A call, which is no request of a batch, asks a model."""
         self._called_at = clock.now()
 
-    def cancel(self, batch_id: str) -> None:
+    def _cancel(self, batch_id: str) -> None:
         """Ends the computation for a batch that has ended."""
-        for task, its_batch in self._running.items():
-            if its_batch == batch_id:
+        for task, request in self._running.items():
+            if request.batch_id == batch_id:
                 task.cancel()
 
     async def close(self) -> None:
@@ -98,10 +97,11 @@ class BatchRunner:
         self._paused = {owner: until for owner, until in self._paused.items() if until > now}
         most = self._at_once - len(self._running)
         quiet = now - self._called_at >= OFF_PEAK_S
-        for request in await self.store.claim(most, self.forms, self._paused, is_off_peak=quiet):
-            answer = self.calls.answer(request, self.forms[request.endpoint])
-            task = asyncio.create_task(self._serve(request, answer))
-            self._running[task] = request.batch_id
+        taken = {request.place for request in self._running.values()}
+        claimed = await self.store.claim(most, self.forms, self._paused, taken, is_off_peak=quiet)
+        for request in claimed:
+            task = asyncio.create_task(self._serve(request, self.calls))
+            self._running[task] = request
             task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
@@ -113,26 +113,20 @@ class BatchRunner:
     def _pause(self, request: Waiting) -> None:
         self._paused[request.owner.name] = clock.now() + _RETRY_S
 
-    async def _serve(self, request: Waiting, answering: Coroutine[Any, Any, Answer]) -> None:
+    async def _serve(self, request: Waiting, calls: BatchCalls) -> None:
         try:
+            answer = await calls.answer(request, self.forms[request.endpoint])
+        except Exception:
+            self._pause(request)
+            raise
+        if answer.succeeded is None:
+            return self._pause(request)
+        names = {"id": f"{request.batch_id}_{request.number}", "custom_id": request.custom_id}
+        parts = (b', "response": ', answer.response, b', "error": ', answer.error, b"}")
+        line = b"".join((json.dumps(names).encode()[:-1], *parts))
+        while True:
             try:
-                answer = await answering
-            except Exception:
-                self._pause(request)
-                raise
-            if answer.succeeded is None:
-                return self._pause(request)
-            names = {
-                "id": f"{request.batch_id}_{request.number}",
-                "custom_id": request.custom_id,
-            }
-            parts = (b', "response": ', answer.response, b', "error": ', answer.error, b"}")
-            line = b"".join((json.dumps(names).encode()[:-1], *parts))
-            while True:
-                try:
-                    return await self.store.answer(request, line, answer.succeeded)
-                except _UNSTORED as error:
-                    logger.error("the answer to a request of a batch waits: %s", error)
-                await asyncio.sleep(_RETRY_S)
-        finally:
-            await self.store.give_back(request)
+                return await self.store.answer(request, line, answer.succeeded)
+            except _UNSTORED as error:
+                logger.error("the answer to a request of a batch waits: %s", error)
+            await asyncio.sleep(_RETRY_S)

@@ -106,14 +106,12 @@ class BatchService(BatchServiceServicer):
         self, request: pb.CancelBatchRequest, context: Context
     ) -> pb.CancelBatchResponse:
         found = await self._about(request, BatchStore.cancel)
-        self._taking.cancel(request.batch_id)
         return pb.CancelBatchResponse(batch=_batch(found))
 
     async def DeleteBatch(
         self, request: pb.DeleteBatchRequest, context: Context
     ) -> pb.DeleteBatchResponse:
         await self._about(request, BatchStore.delete_batch)
-        self._taking.cancel(request.batch_id)
         return pb.DeleteBatchResponse()
 
     async def StreamBatchResults(  # type: ignore[override]

@@ -18,7 +18,7 @@ from kestrel_engine import ConfigError, EngineOverloaded, InvalidRequest, clock
 
 from ..security.identity.principal import Principal
 from ..settings.batches import BatchesConfig
-from .tables import MOST_FILES, Arriving, NewBatch, Result, Tables, Waiting, full, places
+from .tables import MOST_FILES, Arriving, NewBatch, Place, Result, Tables, Waiting, full, places
 
 _T = TypeVar("_T")
 
@@ -39,6 +39,8 @@ class BatchStore:
             raise ConfigError("batches", config.path or "", f"cannot be used: {error}") from None
         self.changed = asyncio.Event()
         """Set at the next change, when another takes its place."""
+        self.on_end: Callable[[str], None] = lambda batch_id: None
+        """Called with each batch that has ended, or is deleted."""
         self.is_left = False
         """Whether nobody answers requests any more."""
 
@@ -57,20 +59,29 @@ class BatchStore:
     async def _change(self, work: Callable[[], _T]) -> _T:
         """Runs ``work`` as one transaction. Raises EngineOverloaded if the file can't be written."""
 
+        loop = asyncio.get_running_loop()
+
         def change() -> _T:
+            self._tables.ended = []
             try:
                 with self._tables.db:
                     self._tables.db.execute("BEGIN IMMEDIATE")
-                    return work()
+                    made = work()
             except sqlite3.OperationalError as error:
                 why = f"files and batches can't be stored: {error}; try again later"
                 raise EngineOverloaded(why, retry_after_s=60) from None
+            # Also if nobody waits for the change any more.
+            loop.call_soon_threadsafe(self._tell, self._tables.ended)
+            return made
 
-        changed = await self._run(change)
+        return await self._run(change)
+
+    def _tell(self, ended: list[str]) -> None:
+        for batch_id in ended:
+            self.on_end(batch_id)
         self.changed.set()
         if not self.is_left:
             self.changed = asyncio.Event()
-        return changed
 
     # Files
 
@@ -237,11 +248,13 @@ class BatchStore:
         most: int,
         endpoints: Collection[str],
         paused: Collection[str] = (),
+        taken: Collection[Place] = (),
         *,
         is_off_peak: bool = True,
     ) -> list[Waiting]:
         """Up to ``most`` requests to ``endpoints`` to answer next, callers in turn, the oldest batch of each first.
-        ``paused``: callers without a turn. ``is_off_peak``: also of batches that wait for that."""
+        ``paused``: callers without a turn. ``taken``: requests that are being answered. ``is_off_peak``: also of
+        batches that wait for that."""
         if most <= 0:
             return []
         owners = (
@@ -250,13 +263,13 @@ class BatchStore:
         )
 
         def claim() -> list[Waiting]:
-            names = [row[0] for row in self._tables.db.execute(owners, (*paused,)).fetchall()]
-            lists = [self._tables.waiting(name, most, endpoints, is_off_peak) for name in names]
+            tables = self._tables
+            names = [row[0] for row in tables.db.execute(owners, (*paused,)).fetchall()]
+            lists = [tables.waiting(each, most, endpoints, taken, is_off_peak) for each in names]
             turns = chain.from_iterable(zip_longest(*lists))
             found = [each for each in turns if each is not None][:most]
-            self._tables.claimed.update(each[:2] for each in found)
             query = "SELECT body FROM requests WHERE batch_id = ? AND number = ?"
-            return [each._replace(body=self._tables.one(query, *each[:2])[0]) for each in found]
+            return [each._replace(body=tables.one(query, *each.place)[0]) for each in found]
 
         return await self._run(claim)
 
@@ -264,7 +277,7 @@ class BatchStore:
         """Stores the answer to a request, unless its batch has ended. The last one ends the batch."""
 
         def answer() -> None:
-            key = request[:2]
+            key = request.place
             stored = self._tables.db.execute(
                 "UPDATE requests SET line = ?, succeeded = ?, body = NULL "
                 "WHERE batch_id = ? AND number = ? AND line IS NULL",
@@ -282,10 +295,6 @@ class BatchStore:
                 self._tables.end_if_full(request)
 
         await self._change(answer)
-
-    async def give_back(self, request: Waiting) -> None:
-        """Another ``claim`` may have the request."""
-        await self._run(lambda: self._tables.claimed.discard(request[:2]))
 
     async def expire(self) -> None:
         """Ends the batches whose time is over, and deletes what is kept no longer."""

@@ -38,6 +38,10 @@ _COLUMNS = {
 }
 
 
+Place = tuple[str, int]
+"""Of a request: its batch, and its number there."""
+
+
 class Waiting(NamedTuple):
     """A request that waits for its answer."""
 
@@ -48,6 +52,10 @@ class Waiting(NamedTuple):
     endpoint: str
     owner: Principal
     """As when the batch was made, with the scope infer alone."""
+
+    @property
+    def place(self) -> Place:
+        return self.batch_id, self.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +95,8 @@ class Tables:
         assert config.path is not None, "the settings name a file"
         self._config = config
         self.db = open_database(config.path)
-        self.claimed: set[tuple[str, int]] = set()
-        """The requests that are being answered."""
+        self.ended: list[str] = []
+        """Batches that have ended, or are deleted, since the store has last seen them."""
         self.arriving: dict[str, Arriving] = {}
 
     def one(self, query: str, *values: Any) -> Any:
@@ -151,6 +159,7 @@ class Tables:
         )
 
     def delete_batch(self, batch_id: str) -> None:
+        self.ended.append(batch_id)
         self.db.execute("DELETE FROM requests WHERE batch_id = ?", (batch_id,))
         self.db.execute("DELETE FROM files WHERE batch_id = ?", (batch_id,))
         self.db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
@@ -227,9 +236,14 @@ class Tables:
         return found
 
     def waiting(
-        self, owner: str, most: int, endpoints: Collection[str], is_off_peak: bool
+        self,
+        owner: str,
+        most: int,
+        endpoints: Collection[str],
+        taken: Collection[Place],
+        is_off_peak: bool,
     ) -> list[Waiting]:
-        """Up to ``most`` requests of a caller that nobody answers yet, without their bodies."""
+        """Up to ``most`` requests of a caller beside those that are ``taken``, without their bodies."""
         found: list[Waiting] = []
         batches = self.db.execute(
             "SELECT id, endpoint, caller FROM batches WHERE owner = ? AND ended_at IS NULL "
@@ -241,10 +255,10 @@ class Tables:
             rows = self.db.execute(
                 "SELECT number, custom_id FROM requests "
                 "WHERE batch_id = ? AND line IS NULL ORDER BY number LIMIT ?",
-                (batch["id"], most + len(self.claimed)),
+                (batch["id"], most + len(taken)),
             )
             for row in rows:
-                if len(found) < most and (batch["id"], row["number"]) not in self.claimed:
+                if len(found) < most and (batch["id"], row["number"]) not in taken:
                     number, name = row
                     found.append(Waiting(batch["id"], number, name, b"", batch["endpoint"], caller))
             if len(found) == most:
@@ -253,6 +267,7 @@ class Tables:
 
     def end(self, batch_id: str, status: str) -> None:
         """Ends a batch: what has no answer yet fails, and the answers become files."""
+        self.ended.append(batch_id)
         line = {
             "id": None,
             "custom_id": None,

@@ -117,9 +117,7 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
         return _batch(await store.batch(owner, _id(scope)))
 
     async def cancel(owner: Principal, scope: Scope) -> Any:
-        cancelled = await store.cancel(owner, _id(scope))
-        runner.cancel(_id(scope))
-        return _batch(cancelled)
+        return _batch(await store.cancel(owner, _id(scope)))
 
     return {
         ("POST", "/v1/files"): Endpoint(
