@@ -90,7 +90,7 @@ class _Context:
         """A request has none."""
 
     def time_remaining(self) -> None:
-        """The server's own limit applies."""
+        """A request has as long as its batch."""
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         """The answer has the request's id."""

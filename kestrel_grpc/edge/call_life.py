@@ -116,14 +116,22 @@ class InFlight:
 
 
 class CallLife:
-    """The calls of one port. ``connections``: the guard of the port's connections."""
+    """The calls of one port. ``connections``: the guard of the port's connections. ``is_limited``: whether the server
+    limits their duration."""
 
     def __init__(
-        self, guard: Guard, connections: ConnectionGuard, in_flight: InFlight, watcher: CallWatcher
+        self,
+        guard: Guard,
+        connections: ConnectionGuard,
+        in_flight: InFlight,
+        watcher: CallWatcher,
+        *,
+        is_limited: bool = True,
     ) -> None:
         self.guard, self._connections = guard, connections
         self._in_flight, self.watcher = in_flight, watcher
-        self._limit = CallLimit(guard.limits.deadline_s)
+        self._longest_s = guard.limits.deadline_s if is_limited else None
+        self._limit = CallLimit(self._longest_s)
 
     def begin(
         self, method: str, context: Context, *, is_visit: bool = False, **fields: Any
@@ -136,7 +144,7 @@ class CallLife:
             context=context,
             metadata=metadata,
             request_id=id_from_metadata(metadata) or new_id(),
-            longest_s=None if is_visit else self.guard.limits.deadline_s,
+            longest_s=None if is_visit else self._longest_s,
             use=self._connections.use(peer),
             is_visit=is_visit,
             **fields,

@@ -148,9 +148,11 @@ class KestrelServer(ServerParts):
         watchers = self.records.watchers(telemetry)
         services = self._services(RequestImages(self.images, shared))
         reports = self.records.load_reports if config.orca else None
-        life = CallLife(self.guard, self.guard.connections, self.in_flight, watchers)
+        parts = (self.guard, self.guard.connections, self.in_flight, watchers)
+        life = CallLife(*parts)
         if self.batches is not None:
-            self.batches.calls = BatchCalls(life)
+            # A request may wait behind many others, until its batch expires.
+            self.batches.calls = BatchCalls(CallLife(*parts, is_limited=False))
         methods = Methods(
             life,
             None if reports is None else reports.trailer,

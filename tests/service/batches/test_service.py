@@ -254,6 +254,40 @@ async def test_a_cancelled_batch_keeps_its_results(serve, tmp_path):
     await until(lambda: served.engine.num_requests == 0)
 
 
+async def test_a_request_has_as_long_as_its_batch(moved_clock, serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "WINDOW_S", 200)
+    served = await serve(runtime=EndlessRuntime(), server_config=kept_in(tmp_path))
+    batches = Batches(served)
+    batch = await batches.create(rows_of("a", "b", max_tokens=NO_END))
+    await until(lambda: served.engine.num_requests == 2)
+    moved_clock.advance(121)  # The limit of a call is 120 s.
+    assert (await batches.get(batch.batch_id)).failed_requests == 0
+    moved_clock.advance(100)
+    told = [of_message(each.error) for each in await batches.results(batch.batch_id)]
+    assert [(each.code, each.message) for each in told] == [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "the batch was expired before")
+    ] * 2
+    await until(lambda: served.engine.num_requests == 0)
+
+
+async def test_tasks_that_end_before_their_first_step_leave_nothing(tmp_path):
+    store = BatchStore(BatchesConfig(path=str(tmp_path / "batches.db")))
+    runner, arriving = running.BatchRunner(store, 2), tables.Arriving(ANONYMOUS)
+    runner.calls, runner.forms["/a"] = Any, Any
+    await store.add_requests(arriving, [("a", b"a"), ("b", b"b")])
+    batch = await store.start_batch(arriving, tables.NewBatch("/a"))
+    await runner._begin()
+    assert len(runner._running) == 2
+    for task in runner._running:
+        task.cancel()
+    await until(lambda: not runner._running)
+    await runner._begin()
+    assert len(runner._running) == 2, "both are begun again"
+    await store.cancel(ANONYMOUS, batch["id"])
+    await until(lambda: not runner._running)
+    await runner.close()
+
+
 async def test_results_beyond_the_share_end_a_batch(serve, tmp_path, monkeypatch):
     runtime = HeldRuntime()
     served = await serve(runtime=runtime, server_config=kept_in(tmp_path, at_once=1))
