@@ -71,6 +71,14 @@ async def test_both_clients_create_and_read_batches(serve, images, tmp_path):
             [again] = client.batch_results(batch.batch_id, start_index=2)
             assert again.index == 2 and str(again.outcome) == str(broken)
             assert [each.outcome for each in client.batch_results(batch.batch_id)][1]["b"]
+            for other in (
+                {},
+                {"cloud": requests["sky"]},
+                {**requests, "sky": (None, CaptionTask())},
+                {**requests, "both": (None, {"c": CaptionTask()})},
+            ):
+                with pytest.raises(InvalidRequestError, match="requests: are not those of"):
+                    list(client.batch_results(batch.batch_id, requests=other))
             assert client.get_batch(batch.batch_id).done
             client.delete_batch(batch.batch_id)
             assert client.list_batches() == ()
@@ -173,6 +181,19 @@ async def test_the_command_outlives_the_limit_of_a_call(
     await asked.wait()
     moved_clock.advance(121)  # The limit of a call is 120 s.
     assert await command == 0 and len(pauses) == 1
+
+
+async def test_requests_are_checked_before_they_are_sent():
+    async with AsyncKestrelClient("127.0.0.1:1") as client:
+        for wrong, part in (
+            ({}, "requests: must be a mapping of ids to 1 to 50000 requests, not 0 requests"),
+            ([("a", CaptionTask())], "requests: must be a mapping"),
+            (dict.fromkeys(map(str, range(50_001))), "not 50001 requests"),
+            ({1: (None, CaptionTask())}, "requests[1]: the id must have 1 to 512 characters"),
+            ({"a": CaptionTask()}, "requests['a']: must be a tuple of an image and what to do"),
+        ):
+            with pytest.raises(InvalidRequestError, match=re.escape(part)):
+                await client.create_batch(wrong)
 
 
 def test_flags_that_do_not_fit(tmp_path, capsys):

@@ -13,7 +13,14 @@ from ..calls.requests.building import build, whole
 from ..calls.requests.options import HandlingOptions
 from ..calls.requests.requests import Requests
 from ..errors import KestrelError, RpcError
-from ..values.batches import Batch, BatchRequests, BatchResult, read_batch, read_batch_result
+from ..values.batches import (
+    Batch,
+    BatchRequests,
+    BatchResult,
+    check_requests,
+    read_batch,
+    read_batch_result,
+)
 from .server_facts import AsyncServerFacts
 
 
@@ -37,6 +44,7 @@ class AsyncBatches(AsyncServerFacts):
         ``options``: of all requests; ``timeout`` is of sending them. Images are read while they are sent. Nothing is
         stored if one cannot be read, unless ``left_out`` is given, which gets the errors of such requests.
         """
+        check_requests(requests)
         failed = {} if left_out is None else left_out
 
         async def messages() -> AsyncIterator[pb.CreateBatchRequest]:
@@ -62,7 +70,7 @@ class AsyncBatches(AsyncServerFacts):
         try:
             return await self._channel.send(prepared)
         except RpcError:
-            if failed and left_out is None:
+            if failed and (left_out is None or len(failed) == len(requests)):
                 raise next(iter(failed.values())) from None
             raise
 
@@ -101,8 +109,8 @@ class AsyncBatches(AsyncServerFacts):
         """The results of a batch in the order of its requests, each as soon as it is there, until the batch is done.
 
         The end of the iteration does not end the batch: continue with the ``start_index`` after the last result.
-        ``requests``: as of ``create_batch``; results then know their images and questions. ``timeout``: of the whole
-        iteration; default: none.
+        ``requests``: all those of ``create_batch``; results then know their images and questions. Others raise
+        InvalidRequestError. ``timeout``: of the whole iteration; default: none.
         """
         request = build(
             pb.StreamBatchResultsRequest,
@@ -110,9 +118,8 @@ class AsyncBatches(AsyncServerFacts):
             start_index=whole("start_index", start_index, 0),
         )
         method = Method(BatchServiceStub, "", "StreamBatchResults")
-        given = requests or {}
         return self._channel.messages(
-            method, request, lambda message: read_batch_result(message, given), timeout
+            method, request, lambda message: read_batch_result(message, requests), timeout
         )
 
     async def _about_batch(self, name: str, request: Any, timeout: float | None) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kestrel_client import (
     DeadlineExceededError,
+    InvalidRequestError,
     KestrelClient,
     KestrelError,
     Task,
@@ -53,7 +54,7 @@ def run_on_server(
     results to ``journal``. Raises CommandError."""
     by_id = {_id(row, journal.digest): row for row in rows}
     left = {each: row for each, row in by_id.items() if row.identity not in journal.done}
-    requests = {each: (row.source, tasks(row)) for each, row in left.items()}
+    requests = {each: (row.source, tasks(row)) for each, row in by_id.items()}
     summary, began, unread = Summary(), time.monotonic(), dict[str, KestrelError]()
     with (
         progress_bar(args, len(rows), len(rows) - len(left)) as bar,
@@ -62,7 +63,10 @@ def run_on_server(
     ):
         if args.batch is None:
             args.batch = client.create_batch(
-                requests, off_peak=args.off_peak, left_out=unread, **options
+                {each: requests[each] for each in left},
+                off_peak=args.off_peak,
+                left_out=unread,
+                **options,
             ).batch_id
             instead = " in place of --off-peak" if args.off_peak else ""
             print(
@@ -73,10 +77,6 @@ def run_on_server(
             summary.add(journal, left[each], error)
             bar.update()
         for result in _results(client, args, requests):
-            if result.custom_id not in by_id:
-                raise CommandError(
-                    f"--batch {args.batch}: is of other images or tasks than this command"
-                )
             if by_id[result.custom_id].identity not in journal.done:
                 summary.add(journal, by_id[result.custom_id], result.outcome)
                 bar.update()
@@ -94,6 +94,10 @@ def _results(client: KestrelClient, args: argparse.Namespace, requests: Any) -> 
                 yield result
                 start, since = result.index + 1, time.monotonic()
             return
+        except InvalidRequestError:
+            raise CommandError(
+                f"--batch {args.batch}: is of other images or tasks than this command"
+            ) from None
         except DeadlineExceededError:
             since = time.monotonic()
         except UnavailableError:
