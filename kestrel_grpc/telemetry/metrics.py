@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
-from opentelemetry.context import Context
-from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.trace import SpanContext
 
 from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, StepEvent
@@ -24,9 +23,9 @@ from ..security.admission.guard import Guard
 from . import names
 from .attributes import SERVER_ERRORS, operation_of
 from .model_gauges import ModelGauges
-from .names import METRICS, Metric
+from .names import METRICS
 from .open_files import file_limit, open_files
-from .readers import DenseHistogram
+from .readers import DenseHistogram, attributes_of
 from .used import used_by
 
 Read = Callable[[], Iterable[Observation]]
@@ -59,11 +58,10 @@ class ServiceMetrics:
         self._default = ""
         self._adapters: set[str] = set()
         """Those that have a label of their own."""
-        self.token_gap = DenseHistogram(METRICS["kestrel.token.gap.duration"])
-        """The readers add this histogram to their data."""
+        self.histograms: list[DenseHistogram] = []
+        """The readers add these histograms to their data, and the gauge ``lora_info``."""
         self._models = ModelGauges(self._observe)
         self.lora_info = self._models.lora_info
-        """The readers add this gauge to their data."""
         self._steps = self._counts("kestrel.steps", False, True)
         self._crops = self._counts("kestrel.crops")
         self._reused_crops = self._counts("kestrel.crops.reused")
@@ -93,6 +91,7 @@ class ServiceMetrics:
         self._prefill = self._histogram("kestrel.request.prefill.duration")
         self._decode = self._histogram("kestrel.request.decode.duration")
         self._step_phase = self._histogram("kestrel.step.phase.duration")
+        self._token_gap = self._histogram("kestrel.token.gap.duration")
         self._read("kestrel.calls.active", num_calls)
         self._read("kestrel.ready", lambda: int(is_ready()))
         self._read("kestrel.log.lost", lost_records)
@@ -134,7 +133,7 @@ class ServiceMetrics:
         self._shared_rows[()] += sum(event.shared_groups)
         self._shared_groups[()] += len(event.shared_groups)
         for gap_s, count in event.token_gaps:
-            self.token_gap.record(gap_s, count, span)
+            self._token_gap.record(gap_s, times=count, span=span)
         if event.num_crops:
             self._step_phase.record(event.vision_s, _VISION)
         if event.num_prefill_positions:
@@ -143,39 +142,31 @@ class ServiceMetrics:
             self._step_phase.record(event.decode_s, _DECODE)
 
     def on_request(
-        self, event: RequestEvent, model: str | None = None, context: Context | None = None
+        self, event: RequestEvent, model: str | None = None, span: SpanContext | None = None
     ) -> None:
-        """``model``: the name of a model that is not the default. ``context``: that of a sampled call, which becomes an
+        """``model``: the name of a model that is not the default. ``span``: that of a sampled call, which becomes an
         exemplar."""
-        metrics, skill = event.metrics, {names.SKILL: event.skill}
+        metrics, skill = event.metrics, (event.skill,)
         which = model or self._default, self._adapter_label(event.adapter)
         self._requests[(*which, event.skill, event.finish_reason or "error", event.error)] += 1
         self._tokens[(*which, "input")] += metrics.input_tokens
         self._tokens[(*which, "output")] += metrics.output_tokens
         self._reasoning[()] += metrics.reasoning_tokens
         self._count_usage(event, *which)
-        served = {
-            names.OPERATION: operation_of(event.skill),
-            names.PROVIDER: names.PROVIDER_VALUE,
-            names.REQUEST_MODEL: which[0],
-            names.ADAPTER: which[1],
-            **skill,
-        }
-        failed = {**served, names.ERROR_TYPE: event.error} if event.error else served
-        self._request_duration.record(metrics.total_time_ms / 1e3, failed)
+        served = (operation_of(event.skill), names.PROVIDER_VALUE, which[0], event.skill, which[1])
+        self._request_duration.record(metrics.total_time_ms / 1e3, (*served, event.error))
         if event.prepared_at is not None:
             self._preprocess.record(metrics.preprocess_time_ms / 1e3, skill)
         if event.scheduled_at is not None:
             self._queue.record(metrics.queue_time_ms / 1e3, skill)
         if event.first_token_at is None:
             return
-        self._first_token.record(metrics.ttft_ms / 1e3, served, context)
+        self._first_token.record(metrics.ttft_ms / 1e3, served, span=span)
         self._prefill.record(metrics.prefill_time_ms / 1e3, skill)
         self._decode.record(metrics.decode_time_ms / 1e3, skill)
         if metrics.output_tokens > 1:
-            self._per_token.record(
-                metrics.decode_time_ms / 1e3 / (metrics.output_tokens - 1), served, context
-            )
+            per_token_s = metrics.decode_time_ms / 1e3 / (metrics.output_tokens - 1)
+            self._per_token.record(per_token_s, served, span=span)
 
     def _count_usage(self, event: RequestEvent, model: str, adapter: str) -> None:
         user, used = (event.principal, model, adapter), used_by(event)
@@ -197,8 +188,7 @@ class ServiceMetrics:
         if event.num_bytes:
             self._shared_image_bytes[event.operation,] += event.num_bytes
         if event.outcome not in _NOT_TRIED:
-            operation = {names.OPERATION_OF_STORE: event.operation}
-            self._shared_image_duration.record(event.seconds, operation)
+            self._shared_image_duration.record(event.seconds, (event.operation,))
 
     def show_audit(self, waiting: Callable[[], int]) -> None:
         self._read("kestrel.audit.waiting", waiting)
@@ -208,14 +198,10 @@ class ServiceMetrics:
 
     def on_call(self, call: Call) -> None:
         """Records a finished call."""
-        attributes = {
-            names.RPC_SYSTEM: "grpc",
-            names.RPC_METHOD: call.method.removeprefix("/"),
-            names.RPC_STATUS: call.code.name,
-        }
-        if call.code in SERVER_ERRORS:
-            attributes[names.ERROR_TYPE] = call.code.name
-        self._call_duration.record(call.duration_ms / 1e3, attributes)
+        code = call.code.name
+        error = code if call.code in SERVER_ERRORS else ""
+        labels = ("grpc", call.method.removeprefix("/"), code, error)
+        self._call_duration.record(call.duration_ms / 1e3, labels)
         if call.code in _UNAUTHORIZED:
             self._unauthorized[call.reason,] += 1
         if call.frame:
@@ -233,14 +219,10 @@ class ServiceMetrics:
             self._adapters.add(adapter)
         return adapter if not adapter or adapter in self._adapters else OTHERS
 
-    def _histogram(self, name: str) -> Histogram:
-        metric = METRICS[name]
-        return self._meter.create_histogram(
-            metric.name,
-            metric.unit,
-            metric.description,
-            explicit_bucket_boundaries_advisory=metric.buckets,
-        )
+    def _histogram(self, name: str) -> DenseHistogram:
+        histogram = DenseHistogram(METRICS[name])
+        self.histograms.append(histogram)
+        return histogram
 
     def _observe(self, name: str, read: Read) -> None:
         metric = METRICS[name]
@@ -275,18 +257,12 @@ class ServiceMetrics:
 
         def observed() -> list[Observation]:
             return [
-                Observation(count, _attributes(metric, values))
+                Observation(count, attributes_of(metric, values))
                 for values, count in counts.copy().items()
             ]
 
         self._observe(name, observed)
         return counts
-
-
-def _attributes(metric: Metric, values: tuple[str | bool, ...]) -> dict[str, str | bool]:
-    """What did not fail has no type of an error."""
-    pairs = zip(metric.attributes, values, strict=True)
-    return {name: value for name, value in pairs if value or name != names.ERROR_TYPE}
 
 
 def _exceeded(guard: Guard) -> list[Observation]:
@@ -297,7 +273,7 @@ def _exceeded(guard: Guard) -> list[Observation]:
 
 
 _UNAUTHORIZED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-_NO_SKILL = {names.SKILL: ""}
-_VISION, _PREFILL, _DECODE = ({names.PHASE: phase} for phase in ("vision", "prefill", "decode"))
+_NO_SKILL = ("",)
+_VISION, _PREFILL, _DECODE = ("vision",), ("prefill",), ("decode",)
 
 _NOT_TRIED = ("paused", "full")

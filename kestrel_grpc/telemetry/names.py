@@ -56,7 +56,6 @@ MAX_LORA, RUNNING_LORA, WAITING_LORA = "max_lora", "running_lora_adapters", "wai
 CACHED = "kestrel.cached"
 REASON = "kestrel.reason"
 PRINCIPAL, WINDOW = "kestrel.principal", "kestrel.window"
-OPERATION_OF_STORE = "kestrel.operation"
 
 
 Kind = Literal["histogram", "counter", "gauge"]

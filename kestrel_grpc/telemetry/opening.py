@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_EXEMPLARS = "OTEL_METRICS_EXEMPLAR_FILTER"
 FLUSH_S = 5.0
 """How long a stopping server waits for its last spans and metrics to be exported."""
 
@@ -52,6 +53,9 @@ class Telemetry:
         usage: Usage | None = None,
     ) -> None:
         self._tracing, self._metrics = tracing, metrics
+        has_exemplars = metrics is not None and os.environ.get(_EXEMPLARS) != "always_off"
+        self._exemplars = tracing if has_exemplars else None
+        """What names the calls of exemplars; None if there are no exemplars."""
         self._endpoint, self._registry = endpoint, registry
         self._shutdowns = shutdowns
         self._usage, self._default = usage, ""
@@ -118,17 +122,15 @@ class Telemetry:
 
     def on_step(self, event: StepEvent) -> None:
         if self._counts:
-            tracing = None if self._metrics is None else self._tracing
-            span = None if tracing is None else tracing.span_of(event)
+            span = None if self._exemplars is None else self._exemplars.span_of_step(event)
             self._tell("on_step", self._metrics, event, span)
             self._tell("on_step", self._tracing, event)
 
     def on_request(self, event: RequestEvent, info: EngineInfo | None = None) -> None:
         """``info``: of the engine of a model that is not the default."""
         if self._counts:
-            tracing = None if self._metrics is None else self._tracing
-            context = None if tracing is None else tracing.context_of(event)
-            self._tell("on_request", self._metrics, event, info and info.model, context)
+            span = None if self._exemplars is None else self._exemplars.span_of_request(event)
+            self._tell("on_request", self._metrics, event, info and info.model, span)
             self._tell("on_request", self._tracing, event, info)
             self._tell("on_request", self._usage, event, info.model if info else self._default)
 
@@ -266,7 +268,7 @@ def open_telemetry(
             meter_provider.get_meter(names.SCOPE), num_calls, is_ready, guard, ended
         )
         for each in readers:
-            each.dense, each.changing = metrics.token_gap, metrics.lora_info
+            each.dense, each.changing = metrics.histograms, metrics.lora_info
         shutdowns.append(meter_provider.shutdown)
     if endpoint is not None:
         shutdowns.append(endpoint.close)

@@ -1,7 +1,7 @@
 """The SDK's readers, with the metrics that do not pass through the SDK's instruments.
 
-These are the histogram of values that occur once per token (DenseHistogram), and the gauge whose attributes change. The
-SDK keeps every set of attributes that an instrument has had, and after 2,000 of them it drops the attributes.
+These are the histograms (DenseHistogram), and the gauge whose attributes change. The SDK keeps every set of attributes
+that an instrument has had, and after 2,000 of them it drops the attributes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from opentelemetry.sdk.metrics import Exemplar
@@ -26,79 +26,112 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.metrics.export import Metric as Collected
 from opentelemetry.trace import SpanContext
 
-from .names import SCOPE, Metric
+from .names import ERROR_TYPE, SCOPE, Metric
 
 _UNKNOWN = cast(float, None)
 """Exporters omit a minimum or maximum of None."""
 
 
-class DenseHistogram:
-    """A histogram that records many equal values at once, for events that occur once per token.
+Labels = tuple[str, ...]
 
-    The SDK's histogram records one value per call, which takes about 3 microseconds. At 17,000 tokens a second that is
-    a twentieth of a core, on the step thread, which must not wait. The readers add this histogram to the SDK's data in
-    the SDK's form, so Prometheus and OTLP export it like any other.
+
+class _Series:
+    """The values with the same attributes."""
+
+    __slots__ = ("began_ns", "counts", "exemplars", "sum")
+
+    def __init__(self, num_buckets: int) -> None:
+        self.counts = [0] * num_buckets
+        self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+        """The newest one of each bucket."""
+        self.began_ns = time.time_ns()
+
+
+class DenseHistogram:
+    """A histogram for what occurs once per call or per token. It records many equal values at once.
+
+    The SDK's histogram records one value per call, which takes 3 microseconds, and 14 with attributes. This one takes
+    less than a microsecond. The readers add this histogram to the SDK's data in the SDK's form, so Prometheus and OTLP
+    export it like any other.
 
     One thread writes, other threads read. A read during a write may miss the group that is being added.
     """
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
-        self._counts = [0] * (len(metric.buckets) + 1)
-        self._sum = 0.0
-        self._exemplars: dict[int, Exemplar] = {}
-        """The newest one of each bucket."""
-        self._began_ns = time.time_ns()
+        self._series: dict[Labels, _Series] = {}
+        if not metric.attributes:
+            self._begin(())
 
-    def record(self, value: float, times: int = 1, span: SpanContext | None = None) -> None:
-        """``span``: of a sampled call to which the value belongs."""
+    def record(
+        self, value: float, labels: Labels = (), *, times: int = 1, span: SpanContext | None = None
+    ) -> None:
+        """``labels``: the values of the metric's attributes, in its order. ``span``: of a sampled call to which the
+        value belongs. A negative value counts as 0: it is a difference of two threads' clocks."""
+        series = self._series.get(labels) or self._begin(labels)
+        value = max(value, 0.0)
         bucket = bisect_left(self._metric.buckets, value)
-        self._counts[bucket] += times
-        self._sum += value * times
+        series.counts[bucket] += times
+        series.sum += value * times
         if span is not None:
             now = time.time_ns()
-            self._exemplars[bucket] = Exemplar({}, value, now, span.span_id, span.trace_id)
+            series.exemplars[bucket] = Exemplar({}, value, now, span.span_id, span.trace_id)
 
-    def point(self) -> HistogramDataPoint:
-        """All values since the start."""
-        counts = tuple(self._counts)
+    def _begin(self, labels: Labels) -> _Series:
+        series = self._series[labels] = _Series(len(self._metric.buckets) + 1)
+        return series
+
+    def points(self) -> dict[Labels, HistogramDataPoint]:
+        """All values since the start, by their labels."""
+        return {labels: self._point(labels, each) for labels, each in self._series.copy().items()}
+
+    def _point(self, labels: Labels, series: _Series) -> HistogramDataPoint:
+        counts = tuple(series.counts)
         return HistogramDataPoint(
-            attributes={},
-            start_time_unix_nano=self._began_ns,
+            attributes=attributes_of(self._metric, labels),
+            start_time_unix_nano=series.began_ns,
             time_unix_nano=time.time_ns(),
             count=sum(counts),
-            sum=self._sum,
+            sum=series.sum,
             bucket_counts=counts,
             explicit_bounds=self._metric.buckets,
             min=_UNKNOWN,
             max=_UNKNOWN,
-            exemplars=tuple(self._exemplars.copy().values()),
+            exemplars=tuple(series.exemplars.copy().values()),
         )
 
     def collected(
         self,
-        point: HistogramDataPoint,
+        points: Iterable[HistogramDataPoint],
         temporality: AggregationTemporality = AggregationTemporality.CUMULATIVE,
     ) -> Collected:
-        """``point`` as the SDK's metric object."""
+        """``points`` as the SDK's metric object."""
         metric = self._metric
-        data = Histogram([point], temporality)
+        data = Histogram([*points], temporality)
         return Collected(metric.name, metric.description, metric.unit, data)
+
+
+def attributes_of(metric: Metric, values: Iterable[str | bool]) -> dict[str, str | bool]:
+    """What did not fail has no type of an error."""
+    pairs = zip(metric.attributes, values, strict=True)
+    return {name: value for name, value in pairs if value or name != ERROR_TYPE}
 
 
 class _Reader(MetricReader):
     """Adds ``dense`` and ``changing`` to the SDK's data, once they are set."""
 
-    dense: DenseHistogram | None = None
+    dense: Sequence[DenseHistogram] = ()
     changing: Callable[[], Collected] | None = None
 
     def _receive_metrics(self, metrics_data: MetricsData, *args: Any, **options: Any) -> None:
-        added = [] if self.dense is None else [self._next(self.dense)]
+        # As the SDK does, leave out a histogram without values.
+        added = [found for each in self.dense if (found := self._next(each)).data.data_points]
         added += [] if self.changing is None else [self.changing()]
         super()._receive_metrics(_with(added, metrics_data), *args, **options)  # type: ignore[safe-super]
 
     def _next(self, dense: DenseHistogram) -> Collected:
-        return dense.collected(dense.point())
+        return dense.collected(dense.points().values())
 
 
 class PullReader(_Reader, InMemoryMetricReader):
@@ -109,17 +142,23 @@ class PushReader(_Reader, PeriodicExportingMetricReader):
     """The SDK's exporting reader. Exports differences if OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE asks for
     them for histograms."""
 
-    _before: HistogramDataPoint | None = None
-    """The point of the last export."""
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._before: dict[DenseHistogram, dict[Labels, HistogramDataPoint]] = {}
+        """The points of the last export."""
+        super().__init__(*args, **options)
 
     def _next(self, dense: DenseHistogram) -> Collected:
         preferred = self._preferred_temporality or {}
         temporality = preferred.get(Instrument, AggregationTemporality.CUMULATIVE)
-        point = dense.point()
         if temporality is AggregationTemporality.CUMULATIVE:
-            return dense.collected(point)
-        before, self._before = self._before, point
-        return dense.collected(point if before is None else _difference(point, before), temporality)
+            return super()._next(dense)
+        points, before = dense.points(), self._before.get(dense, {})
+        self._before[dense] = points
+        changes = (
+            _difference(point, before[labels]) if labels in before else point
+            for labels, point in points.items()
+        )
+        return dense.collected(changes, temporality)
 
 
 Reader = PullReader | PushReader

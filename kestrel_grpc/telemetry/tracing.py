@@ -199,12 +199,12 @@ class CallTracing:
             for trace in self._open.get(request_id, ()):
                 trace.keep(record)
 
-    def context_of(self, event: RequestEvent) -> Context | None:
-        """The context of the sampled call that made the request, for exemplars of metrics; None if none did."""
+    def span_of_request(self, event: RequestEvent) -> SpanContext | None:
+        """The span of the sampled call that made the request, for exemplars of metrics; None if none did."""
         trace = self._trace_of(event)
-        return None if trace is None else set_span_in_context(trace.span, _NO_PARENT)
+        return None if trace is None else trace.context
 
-    def span_of(self, event: StepEvent) -> SpanContext | None:
+    def span_of_step(self, event: StepEvent) -> SpanContext | None:
         """The span of a sampled call whose token came in the step, if all its tokens came after the same gap; None if
         no such call is known. Runs on the step thread."""
         gaps = event.token_gaps

@@ -59,3 +59,11 @@ async def test_a_call_that_is_not_sampled_is_no_exemplar(served):
     unsampled = tuple((key, value[:-1] + "0") for key, value in SAMPLED)
     await served.vision.Query(QUERY, metadata=unsampled)
     assert not exemplars(await scraped(served, OPENMETRICS))
+
+
+async def test_the_filter_turns_exemplars_off(serve, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_METRICS_EXEMPLAR_FILTER", "always_off")
+    telemetry = replace(telemetry_config(os.environ), prometheus="127.0.0.1:0")
+    served = await serve(runtime(), server_config={"telemetry": telemetry})
+    await served.vision.Query(QUERY, metadata=SAMPLED)
+    assert not exemplars(await scraped(served, OPENMETRICS))

@@ -219,8 +219,8 @@ def test_groups_are_counted_as_one_by_one():
     metric = Metric("m", "histogram", "s", "", (), (0.1, 0.2))
     dense = DenseHistogram(metric)
     for value, times in ((0.05, 3), (0.1, 2), (0.15, 1), (0.2, 1), (7.0, 4)):
-        dense.record(value, times)
-    [point] = dense.collected(dense.point()).data.data_points
+        dense.record(value, times=times)
+    [point] = dense.collected(dense.points().values()).data.data_points
     assert (point.bucket_counts, point.count) == ((5, 2, 4), 11)
     assert point.sum == pytest.approx(0.15 + 0.2 + 0.15 + 0.2 + 28)
 
@@ -231,10 +231,11 @@ async def test_they_are_told_as_differences_where_that_is_wanted(collector, pref
     reader = PushReader(OTLPMetricExporter(), export_interval_millis=math.inf)
     provider = MeterProvider([reader], shutdown_on_exit=False)
     counter = provider.get_meter(SCOPE).create_counter("c")
-    reader.dense = dense = DenseHistogram(Metric("m", "histogram", "s", "", (), (0.1, 0.2)))
+    dense = DenseHistogram(Metric("m", "histogram", "s", "", (), (0.1, 0.2)))
+    reader.dense = [dense]
     for times in (2, 0, 3):
         counter.add(times)
-        dense.record(0.15, times)
+        dense.record(0.15, times=times)
         await asyncio.to_thread(reader.collect)
     await until(lambda: len(collector.exports) == 3)
     provider.shutdown()
