@@ -32,7 +32,7 @@ export type DetectResult = Found<DetectResponse, { box: Box }>;
 export type SegmentResult = Found<SegmentResponse, { box: Box; outline: Outline }>;
 export type GazeResult = Used<GazeResponse> & { imageSize: ImageSize };
 export type SkillResult = Used<RunSkillResponse>;
-export type EmbedResult = Sent<EmbedResponse>;
+export type EmbedResult = Used<EmbedResponse>;
 
 /** The results of the skills, by their names; `skill` is that of any skill by its name. */
 export interface Results {

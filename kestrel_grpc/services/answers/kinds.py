@@ -76,7 +76,7 @@ class Kind(Generic[Part, Response]):
     has_updates: bool = True
     """Streams have the updates of each request."""
     generates: bool = True
-    """Tokens are sampled, so that there are a seed and a usage."""
+    """Tokens are sampled, so that there is a seed."""
 
 
 class CallTask(NamedTuple, Generic[Part, Response]):

@@ -191,8 +191,7 @@ class Run:
             metrics = total_result("", [result.metrics for result in results]).metrics
             timings = timings_of_several(metrics, 1e3 * (clock.now() - began))
         response.timings.CopyFrom(timings)
-        if task.kind.generates:
-            response.usage.CopyFrom(usage_message(metrics))
+        response.usage.CopyFrom(usage_message(metrics))
         response.info.CopyFrom(self.info(seed))
         return made, results
 

@@ -29,6 +29,7 @@ from kestrel_client import (
     SegmentResult,
     SkillResult,
     Timings,
+    Usage,
 )
 from tests.client.drawing.test_drawing import CIRCLE, COLOURS, answer, made, outlined, pointed
 
@@ -70,8 +71,8 @@ def test_results_are_sequences_with_short_words() -> None:
     shown = f"Embedding(1 x 1024 float32, {box})"
     assert repr(embedding) == shown
     embedded = EmbedResult(
-        embeddings=(embedding, dataclasses.replace(embedding, crop=0)), timings=Timings(), model="m", request_id="r",
-        image_size=ImageSize(4, 2),
+        embeddings=(embedding, dataclasses.replace(embedding, crop=0)), usage=Usage(), timings=Timings(), model="m",
+        request_id="r", image_size=ImageSize(4, 2),
     )  # fmt: skip
     assert repr(embedded) == f"EmbedResult(2 x {shown}, m)"
 

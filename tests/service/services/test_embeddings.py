@@ -55,6 +55,7 @@ async def test_whole_image_and_crops(client):
     assert len({tuple(crop.array) for crop in result.crops}) == len(result.crops)
     assert result.image_size == (300, 200) and result.model == "fake" and result.request_id
     assert result.timings.total_ms > 0
+    assert result.usage.input_tokens == result.usage.image_tokens > result.usage.output_tokens == 0
     again = await client.embed(
         ImageHandle(result.image_id), whole_image=False, crops=True, dtype="float16"
     )

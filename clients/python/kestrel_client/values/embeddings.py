@@ -11,7 +11,7 @@ from ..geometry import Box, ImageSize, from_box
 from ..images.features import ImageFeatures
 from .plain import plain_fields, plain_value
 from .reading import read, words_by_value
-from .results.base import Timings, info_fields
+from .results.base import Timings, Usage, info_fields
 from .results.exports import package
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class EmbedResult:
 
     embeddings: tuple[Embedding, ...]
     """That of the whole image, then those of the crops; only what was requested."""
+    usage: Usage
     timings: Timings
     model: str
     """Name of the model that computed the embeddings."""
@@ -138,6 +139,7 @@ def embed_result(response: pb.EmbedResponse, adapter: str) -> EmbedResult:
     """The result of a unary call."""
     return EmbedResult(
         embeddings=tuple(map(read_embedding, response.embeddings)),
+        usage=read(Usage, response.usage),
         timings=read(Timings, response.timings),
         adapter=adapter,
         **info_fields(response.info),

@@ -2764,11 +2764,16 @@ class EmbedResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
         """The embeddings: of the whole image, then of the crops, as the task asked for them. Empty in a stream's `final`."""
+
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage:
+        """Positions of the image, as of a prompt: the model generates no token. image_tokens equals input_tokens."""
 
     @_builtins.property
     def timings(self) -> _common_pb2.Timings:
@@ -2782,12 +2787,13 @@ class EmbedResponse(_message.Message):
         self,
         *,
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: _common_pb2.Usage | None = ...,
         timings: _common_pb2.Timings | None = ...,
         info: _common_pb2.RequestInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "info", b"info", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "info", b"info", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
