@@ -3,11 +3,10 @@
 python -m benchmarks.decode --model moondream2 --random-weights --device cuda --json F
 
 Sequences of different texts are prefilled to about 800 positions. Then each step takes the tokens that the last step
-sampled as input, with two steps in flight, as in the engine's step thread. Sampling is greedy, or random with
---sampled, under the rule of an answer. The floor is the time to read weights and KV cache once and to write the new
-keys and values, at the copy rate of the same run. In an MoE model, the floor counts the experts that the batch uses, in
-their stored format; plain torch runs the same sequences to find these experts. With --precision fp8, it counts the FP8
-copies of the other weights.
+sampled as input, with two steps in flight, as in the engine's step thread. Sampling is greedy, under the rule of an
+answer. The floor is the time to read weights and KV cache once and to write the new keys and values, at the copy rate
+of the same run. In an MoE model, the floor counts the experts that the batch uses, in their stored format; plain torch
+runs the same sequences to find these experts. With --precision fp8, it counts the FP8 copies of the other weights.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch
 from kestrel_engine.runtime.gpu.footprint import FP8_DECODE
 from kestrel_engine.runtime.protocol import StepHandle
 from kestrel_engine.types.model_config import ModelConfig
-from kestrel_engine.types.requests import SamplingParams
 from kestrel_engine.types.step import StepPlan, TokenRule
 
 from .device.model_work import chosen_experts, decoder_bytes, touched
@@ -32,7 +30,7 @@ from .device.rates import copy_rate, synchronize
 from .models.hand_made_steps import HandMadeSteps, Held
 from .models.opening import MODEL_FLAGS, Opened, run_on_model, server_gc
 from .reports import bars
-from .reports.program import SAMPLED, Flag, Program
+from .reports.program import Flag, Program
 from .reports.report import Report, median, quantile
 
 PROGRAM = Program(
@@ -43,7 +41,6 @@ PROGRAM = Program(
     Flag("--steps", 96, "measured steps", quick=6),
     Flag("--warm-up", 16, "steps before the measured ones", quick=2),
     Flag("--shared", 0, "positions that all sequences share, such as those of one image (730)"),
-    SAMPLED,
     others=MODEL_FLAGS,
 )
 ROWS_A_PREFILL = 8
@@ -148,8 +145,7 @@ def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
     rate = copy_rate(device)
     ids = config.ids
     rule = TokenRule(stop=ids.eos_id, suppressed=(ids.eos_id, ids.answer_id))
-    sampling = SamplingParams(temperature=0.2, top_p=0.9) if args.sampled else SamplingParams()
-    steps = HandMadeSteps(opened.runtime, rule=rule, sampling=sampling)
+    steps = HandMadeSteps(opened.runtime, rule=rule)
     total = num_steps + warm_up
     largest = min(max(args.batches), opened.runtime.limits.max_batch_size)
     prefilled = prefill_contexts(
@@ -191,17 +187,11 @@ def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
         )
         # The limits are for weights and KV cache in the model's dtype. In FP8, there is less to read but the same other
         # work.
-        judged = (
-            opened.on_cuda
-            and args.context >= 800
-            and not (args.sampled or in_fp8 or opened.kv_in_fp8)
-        )
+        judged = opened.on_cuda and args.context >= 800 and not (in_fp8 or opened.kv_in_fp8)
         narrow = (", FP8 weights" if in_fp8 else "") + (
             ", FP8 KV cache" if opened.kv_in_fp8 else ""
         )
-        name = (
-            f"{opened.name}{narrow}: decode step, {'drawn, ' if args.sampled else ''}batch {batch}"
-        )
+        name = f"{opened.name}{narrow}: decode step, batch {batch}"
         limits = bars.DECODE_SHARE.get((opened.name, batch), bars.NONE).below(1e3 * floor)
         if shared:
             name += ", one image"

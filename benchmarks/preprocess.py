@@ -47,7 +47,7 @@ DEVICE_PIXELS = 2**24
 def new_images() -> Iterator[bytes]:
     """Yields the same image forever, each time with different bytes."""
     number = next(i for i in itertools.count() if shape_of(i).width == 850)
-    image = draw(0, number)
+    image = draw(number)
     for count in itertools.count():
         yield image + count.to_bytes(8, "big")
 

@@ -4,9 +4,9 @@ python -m benchmarks.trace --model moondream2 --random-weights --device cuda --i
 python -m benchmarks.trace --model kestrel-tiny --num-prompts 50 --in-flight 8
 
 Every combination of --in-flight and --tokens starts with empty caches, on one loaded model. The length of an answer is
-forced: the skill ``forced_query`` is a query whose rule forbids the end token. The default temperature is 0. A caller
-sends the next question of the trace when its last one is answered (closed loop), so an image's second question is asked
-while its first one is answered, or shortly after. --saturate measures long answers of as many streams instead.
+forced: the skill ``forced_query`` is a greedy query whose rule forbids the end token. A caller sends the next question
+of the trace when its last one is answered (closed loop), so an image's second question is asked while its first one is
+answered, or shortly after. --saturate measures long answers of as many streams instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from .models.opening import MODEL_FLAGS, Opened, RunningEngine, engine_on, run_on_model, server_gc
 from .reports import bars
-from .reports.program import SAMPLED, Flag, Program
+from .reports.program import Flag, Program
 from .reports.report import Report, Row
 from .traffic.chart_trace import TRACE_FLAGS, ChartTrace, Question, draw_images, trace_from
 from .traffic.step_log import StepLog
@@ -48,7 +48,6 @@ RUN_FLAGS = (
         nargs="+",
         type=int,
     ),
-    SAMPLED,
     Flag("--limit", (600.0,), "seconds of a run: one for all, or one for each --in-flight"),
     Flag(
         "--saturate",
@@ -76,7 +75,7 @@ def settle(args: argparse.Namespace) -> None:
     """Limits the trace to the images that a run needs, and with --quick to a hundredth."""
     if args.tokens is None:
         args.tokens = [] if args.saturate else [3]
-    if not args.tokens and not (args.image or args.image_dir):
+    if not args.tokens:
         args.num_prompts = args.num_prompts or 2 * max(args.in_flight)
     if args.quick:
         args.num_prompts = min(args.num_prompts or 6, 6)
@@ -84,13 +83,7 @@ def settle(args: argparse.Namespace) -> None:
 
 def plan_of(args: argparse.Namespace, in_flight: int, tokens: int, namespace: str = "") -> RunPlan:
     limit_s = args.limit[args.in_flight.index(in_flight) % len(args.limit)]
-    return RunPlan(in_flight, tokens, sampling(args), limit_s, namespace)
-
-
-def sampling(args: argparse.Namespace) -> dict[str, float]:
-    if args.sampled:
-        return {"temperature": 0.2, "top_p": 0.9}
-    return {"temperature": 0.0, "top_p": 1.0}
+    return RunPlan(in_flight, tokens, limit_s, namespace)
 
 
 async def warm_up(running: RunningEngine, in_flight: int, *, quick: bool) -> None:
@@ -100,7 +93,7 @@ async def warm_up(running: RunningEngine, in_flight: int, *, quick: bool) -> Non
     base = ChartTrace(images, ())
     for repeat in (False, True):
         trace = replace(base, questions=warm_up_questions(count, repeat=repeat))
-        await run_trace(running.target, trace, RunPlan(in_flight, 8, {}))
+        await run_trace(running.target, trace, RunPlan(in_flight, 8))
     await running.engine.flush_caches()
 
 

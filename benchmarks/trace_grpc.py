@@ -3,8 +3,7 @@
 python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --in-flight 64 --tokens 3 --json F
 python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cuda --saturate
 
-It starts ``kestrel-grpc serve`` with the model's flags, or uses the server at --server, which must have been started
-with --skill benchmarks.models.forced_skill:ForcedQuery. It calls StreamRunSkill, because StreamQuery can't force the
+It starts ``kestrel-grpc serve`` with the model's flags, and calls StreamRunSkill, because StreamQuery can't force the
 length of an answer. With --saturate, all streams generate long answers at once, first with the engine alone in a
 separate process (benchmarks.trace --saturate), then through gRPC; the result is tokens/s and their ratio. A separate
 run with the skill benchmarks.models.profile_skill:DeviceProfile measures with torch's profiler how busy the GPU is.
@@ -26,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kestrel_client import AsyncKestrelClient
+from kestrel_client import AsyncKestrelClient, Model
 from kestrel_engine import RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.preprocess.tokenizer import Tokenizer
@@ -52,7 +51,6 @@ PROGRAM = Program(
     "trace_grpc",
     __doc__,
     *RUN_FLAGS,
-    Flag("--server", None, "use the server at this address instead of starting one"),
     Flag("--clients", 4, "client processes"),
     Flag("--engine-tokens-per-s", 0.0, "of the engine alone with --saturate; 0 measures it first"),
     others=MODEL_FLAGS,
@@ -61,12 +59,12 @@ PROGRAM = Program(
 
 @dataclass(frozen=True)
 class Served:
-    """A server. ``ready_s``: from its process's start until it was ready; None if it was there before."""
+    """A server. ``ready_s``: from its process's start until it was ready."""
 
     address: str
     model: str
     device: str
-    ready_s: float | None
+    ready_s: float
 
 
 @contextmanager
@@ -77,19 +75,14 @@ def server(flags: Sequence[str]) -> Iterator[Served]:
         fixed += ["--skill", skill]
     with serve([*fixed, *flags]) as process:
         print(process.ready_line.strip(), flush=True)
-        yield replace(described(process.address), ready_s=process.ready_s)
+        model = asyncio.run(_model_of(process.address))
+        name = model.name.partition(" (")[0]
+        yield Served(process.address, name, model.device, process.ready_s)
 
 
-def described(address: str) -> Served:
-    """Asks a server for its description."""
-
-    async def ask() -> Served:
-        async with AsyncKestrelClient(address) as client:
-            await client.wait_ready()
-            model = await client.get_model()
-        return Served(address, model.name.partition(" (")[0], model.device, None)
-
-    return asyncio.run(ask())
+async def _model_of(address: str) -> Model:
+    async with AsyncKestrelClient(address) as client:
+        return await client.get_model()
 
 
 class Profile:
@@ -205,7 +198,6 @@ def engine_alone(
         command = [sys.executable, "-m", "benchmarks.trace", "--saturate", "--json", str(path)]
         command += ["--in-flight", str(streams), "--saturate-tokens", str(args.saturate_tokens)]
         command += ["--quick"] if args.quick else []
-        command += ["--sampled"] if args.sampled else []
         subprocess.run([*command, *of_model], check=True, cwd=ROOT)
         content = json.loads(path.read_text())
     (row,) = content["tables"]["Saturated decode, engine alone"]
@@ -241,15 +233,14 @@ def measure(
 ) -> None:
     trace, warm_up = trace_with_warm_up(args, config)
     count = len(trace.questions) - len(warm_up)
-    if served.ready_s is not None:
-        made = "weights made up" if config.random_weights else "weights read"
-        name = f"{served.model}: server's start to ready, {made}"
-        report.figure(name, served.ready_s, "s", at_least=False)
+    made = "weights made up" if config.random_weights else "weights read"
+    name = f"{served.model}: server's start to ready, {made}"
+    report.figure(name, served.ready_s, "s", at_least=False)
     with tempfile.TemporaryDirectory(prefix="kestrel-bench-") as folder:
         with ClientProcesses(
             served.address, trace, count=args.clients, folder=Path(folder)
         ) as clients:
-            clients.run(RunPlan(max(args.in_flight), 8, {}, namespace="warm-up"), warm_up)
+            clients.run(RunPlan(max(args.in_flight), 8, namespace="warm-up"), warm_up)
             if args.saturate:
                 for in_flight in args.in_flight:
                     plan = plan_of(args, in_flight, args.saturate_tokens, "saturate")
@@ -271,11 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> Report:
             alone = dict.fromkeys(args.in_flight, args.engine_tokens_per_s)
         elif args.saturate:
             alone = {n: engine_alone(n, args, of_model, report) for n in args.in_flight}
-        if args.server:
-            measure(described(args.server), args, config, report, alone)
-        else:
-            with server(flags) as served:
-                measure(served, args, config, report, alone)
+        with server(flags) as served:
+            measure(served, args, config, report, alone)
     return report
 
 

@@ -131,9 +131,7 @@ async def measure(args: argparse.Namespace, opened: Opened, report: Report) -> N
                 log.request = None
                 began = time.monotonic()
                 image = trace.images[question.image]
-                await running.target.forced_query(
-                    image, question.text, args.tokens, {"temperature": 0.0}
-                )
+                await running.target.forced_query(image, question.text, args.tokens)
                 ended = time.monotonic()
                 while log.request is None:
                     await asyncio.sleep(0)

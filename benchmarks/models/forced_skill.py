@@ -46,8 +46,8 @@ class ForcedCaption:
 
 
 class ForcedQuery:
-    """A direct query of a forced length. Arguments: question. Settings: max_tokens, which is required, and sampling,
-    which is greedy by default. Output: {"answer"}."""
+    """A direct query of a forced length. Arguments: question. Settings: max_tokens, which is required. Greedy by
+    default. Output: {"answer"}."""
 
     name = "forced_query"
     _query = QuerySkill()

@@ -36,19 +36,16 @@ class Held:
 
 
 class HandMadeSteps:
-    """``rule``: the ids that may be sampled. ``sampling``: the sampling parameters; None for greedy. Pages are
-    allocated in a random order, as in a KV cache in use."""
+    """``rule``: the ids that may be sampled, greedily. Pages are allocated in a random order, as in a cache in use."""
 
     def __init__(
         self,
         runtime: Runtime,
         *,
         rule: TokenRule | None = None,
-        sampling: SamplingParams | None = None,
     ) -> None:
         self.runtime = runtime
         self._rule = rule or TokenRule()
-        self._sampling = sampling or SamplingParams()
         self._free = list(range(runtime.limits.num_pages))
         random.Random(0).shuffle(self._free)
 
@@ -101,4 +98,4 @@ class HandMadeSteps:
         return plans
 
     def _sample(self, draw: int | None) -> SampleSpec | None:
-        return None if draw is None else SampleSpec(self._rule, self._sampling, draw)
+        return None if draw is None else SampleSpec(self._rule, SamplingParams(), draw)

@@ -39,11 +39,6 @@ class Flag:
         return self.quick(given) if callable(self.quick) else self.quick
 
 
-SAMPLED = Flag(
-    "--sampled",
-    False,
-    "draw with temperature 0.2 and top_p 0.9, the query's defaults, instead of greedily",
-)
 JSON = Flag("--json", None, "write tables, bars and machine to FILE", metavar="FILE")
 QUICK = Flag("--quick", False, "do a hundredth of the work, as a smoke test")
 

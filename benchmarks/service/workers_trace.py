@@ -24,7 +24,7 @@ from pathlib import Path
 from ..models.opening import MODEL_FLAGS, QUICK, model_arguments, server_flags
 from ..reports.program import Flag, Program
 from ..reports.report import Report, Row
-from ..trace import RUN_FLAGS, sampling, settle
+from ..trace import RUN_FLAGS, settle
 from ..trace_grpc import SKILLS, trace_with_warm_up
 from ..traffic.chart_trace import ChartTrace
 from ..traffic.grpc_clients import ClientProcesses, Target
@@ -60,7 +60,7 @@ class Ways:
     def warm_up(self, own: Sequence[str]) -> None:
         for address in own:
             with self._clients(address, 1) as clients:
-                clients.run(RunPlan(8, 8, {}, namespace="warm-up"), self._warm_up)
+                clients.run(RunPlan(8, 8, namespace="warm-up"), self._warm_up)
 
     def run(self, way: str, targets: Target | list[Target], workers: int) -> float:
         """Returns requests a second."""
@@ -71,7 +71,6 @@ class Ways:
             plan = RunPlan(
                 args.in_flight[0] * workers,
                 args.tokens[0],
-                sampling(args),
                 args.limit[0],
                 f"run-{self._runs}",
             )

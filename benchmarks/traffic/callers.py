@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,11 +43,8 @@ class Target(Protocol):
 
     async def detect(self, image: bytes, what: str) -> Answer: ...
 
-    async def forced_query(
-        self, image: bytes, question: str, max_tokens: int, sampling: Mapping[str, float]
-    ) -> Answer:
-        """Answers a question with exactly ``max_tokens`` tokens. ``sampling``: temperature and top_p; empty for
-        greedy."""
+    async def forced_query(self, image: bytes, question: str, max_tokens: int) -> Answer:
+        """Answers a question with exactly ``max_tokens`` tokens."""
         ...
 
 
@@ -71,10 +68,8 @@ class EngineTarget:
         """Answers with exactly ``max_tokens`` tokens."""
         return await self._run("forced", image, {}, {"max_tokens": max_tokens})
 
-    async def forced_query(
-        self, image: bytes, question: str, max_tokens: int, sampling: Mapping[str, float]
-    ) -> Answer:
-        settings = {**sampling, "max_tokens": max_tokens}
+    async def forced_query(self, image: bytes, question: str, max_tokens: int) -> Answer:
+        settings = {"max_tokens": max_tokens}
         return await self._run("forced_query", image, {"question": question}, settings)
 
     async def forced_detect(self, image: bytes | PreparedImage, what: str, boxes: int) -> Answer:
@@ -124,12 +119,9 @@ class ServedTarget:
     async def detect(self, image: bytes, what: str) -> Answer:
         return await self._read(self._client.stream_detect(image, what, max_objects=8))
 
-    async def forced_query(
-        self, image: bytes, question: str, max_tokens: int, sampling: Mapping[str, float]
-    ) -> Answer:
+    async def forced_query(self, image: bytes, question: str, max_tokens: int) -> Answer:
         """The server must have loaded the skill."""
-        settings = {**sampling, "max_tokens": max_tokens}
-        arguments = {"question": question}
+        settings, arguments = {"max_tokens": max_tokens}, {"question": question}
         return await self._read(
             self._client.stream_skill(
                 "forced_query", image, arguments, settings, cache_salt=self._namespace or None

@@ -2,7 +2,7 @@
 
 1,509 images (60 % 850x600, 20 % 800x557, 20 % 420x520: a smooth background, drawn bars, discs and lines, a little
 noise, about 150 kB each as JPEG) and 2,500 questions of 12 to 30 tokens in image order: each image has one
-question, 991 of them a second. The user's images and questions can replace them. A tokenizer determines the tokens.
+question, 991 of them a second. A tokenizer determines the tokens.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def shape_of(number: int) -> Shape:
     return SHAPES[-1]
 
 
-def draw(seed: int, number: int) -> bytes:
-    """Returns image ``number`` of a seed as JPEG, the same in every run."""
-    rng = np.random.default_rng((VERSION, seed, number))
+def draw(number: int) -> bytes:
+    """Returns image ``number`` as JPEG, the same in every run."""
+    rng = np.random.default_rng((VERSION, 0, number))
     shape = shape_of(number)
     width, height = shape.width, shape.height
     patches = rng.integers(170, 256, (3, 4, 3)).astype(np.uint8)
@@ -113,21 +113,19 @@ def draw(seed: int, number: int) -> bytes:
     return bytes(image.copy(interpretation="srgb").jpegsave_buffer(Q=shape.quality))
 
 
-def _draw_some(seed: int, numbers: Sequence[int]) -> list[bytes]:
-    return [draw(seed, number) for number in numbers]
+def _draw_some(numbers: Sequence[int]) -> list[bytes]:
+    return [draw(number) for number in numbers]
 
 
-def draw_images(
-    count: int, *, seed: int = 0, first: int = 0, cache: str | Path | None = None
-) -> list[bytes]:
+def draw_images(count: int, *, first: int = 0, cache: str | Path | None = None) -> list[bytes]:
     """Returns ``count`` images from ``first`` on. A pool of processes draws many images. ``cache``: a folder for
     them."""
     if cache is None:
-        return _drawn(count, seed, first)
-    path = Path(cache) / f"chart-images-{VERSION}-{seed}-{first}-{count}.npz"
+        return _drawn(count, first)
+    path = Path(cache) / f"chart-images-{VERSION}-0-{first}-{count}.npz"
     if path.exists():
         return load_images(path)
-    images = _drawn(count, seed, first)
+    images = _drawn(count, first)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}-{os.getpid()}.npz")
     store_images(partial, images)
@@ -147,17 +145,17 @@ def load_images(path: Path) -> list[bytes]:
     return [data[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _drawn(count: int, seed: int, first: int) -> list[bytes]:
+def _drawn(count: int, first: int) -> list[bytes]:
     numbers = range(first, first + count)
     if count <= IN_PROCESS:
-        return _draw_some(seed, numbers)
+        return _draw_some(numbers)
     began, workers = time.perf_counter(), os.cpu_count() or 1
     print(f"drawing {count} images with {workers} processes", flush=True)
     portions = [numbers[i : i + 16] for i in range(0, count, 16)]
     # Spawn the processes, because this one may have threads and a GPU.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        drawn = pool.map(_draw_some, [seed] * len(portions), portions)
+        drawn = pool.map(_draw_some, portions)
         images = [image for portion in drawn for image in portion]
     print(f"drawn in {time.perf_counter() - began:.1f} s", flush=True)
     return images
@@ -183,10 +181,10 @@ def write_question(rng: random.Random, encode: Callable[[str], list[int]]) -> tu
     return text, count
 
 
-def order_of_questions(num_images: int, num_questions: int, seed: int) -> list[int]:
+def order_of_questions(num_images: int, num_questions: int) -> list[int]:
     """The image of each question, in image order: one each, and a second one for a drawn few; more if asked."""
     each, more = divmod(num_questions, num_images)
-    again = set(random.Random(f"{seed}/again").sample(range(num_images), more))
+    again = set(random.Random("0/again").sample(range(num_images), more))
     return [p for p in range(num_images) for _ in range(each + (p in again))]
 
 
@@ -195,69 +193,33 @@ def make_trace(
     *,
     num_prompts: int | None = None,
     num_images: int | None = None,
-    images: Sequence[bytes] = (),
-    prompts: Sequence[str] = (),
-    seed: int = 0,
     cache: str | Path | None = None,
 ) -> ChartTrace:
-    """The trace, or its beginning: of the first ``num_prompts`` questions or ``num_images`` images.
-
-    ``images``: encoded ones to use instead of drawn ones; ``prompts``: questions asked in turn instead of drawn ones.
-    """
-    if images:
-        count = min(len(images), num_images or len(images))
-        asked = num_prompts or max(count, round(count * NUM_QUESTIONS / NUM_IMAGES))
-        order = order_of_questions(count, asked, seed)
-    else:
-        count = num_images or NUM_IMAGES
-        order = order_of_questions(count, round(count * NUM_QUESTIONS / NUM_IMAGES), seed)
-        if num_prompts is not None:
-            # A short trace is the beginning of the long one: its share of repeats is the same.
-            order = [order[i % len(order)] for i in range(num_prompts)]
-        count = max(order) + 1
-    rng, questions = random.Random(f"{seed}/questions"), []
+    """The trace, or its beginning: of the first ``num_prompts`` questions or ``num_images`` images."""
+    count = num_images or NUM_IMAGES
+    order = order_of_questions(count, round(count * NUM_QUESTIONS / NUM_IMAGES))
+    if num_prompts is not None:
+        # A short trace is the beginning of the long one: its share of repeats is the same.
+        order = [order[i % len(order)] for i in range(num_prompts)]
+    rng, questions = random.Random("0/questions"), []
     seen: set[int] = set()
-    for index, image in enumerate(order):
-        if prompts:
-            text = prompts[index % len(prompts)]
-            tokens = len(encode(text))
-        else:
-            text, tokens = write_question(rng, encode)
+    for image in order:
+        text, tokens = write_question(rng, encode)
         questions.append(Question(image, text, tokens, image in seen))
         seen.add(image)
-    drawn = images[:count] or draw_images(count, seed=seed, cache=cache)
-    return ChartTrace(drawn, tuple(questions))
+    return ChartTrace(draw_images(max(order) + 1, cache=cache), tuple(questions))
 
 
 TRACE_FLAGS = (
     Flag("--num-prompts", None, "only the first N questions [2500]", type=int, metavar="N"),
     Flag("--num-images", None, "only the first N images [1509]", type=int, metavar="N"),
-    Flag(
-        "--image",
-        [],
-        "an image of your own, given several times or once",
-        action="append",
-        type=Path,
-    ),
-    Flag("--image-dir", None, "use all images of a folder instead of drawn ones", type=Path),
-    Flag("--prompt", [], "a question of your own, given several times or once", action="append"),
-    Flag("--trace-seed", 0, "seed of images and questions"),
     Flag("--cache", None, "folder that keeps drawn images for later runs", type=Path),
 )
-"""The flags for the images and questions of the trace."""
+"""The flags for the images and questions of the trace. `kestrel bench` sends images and questions of your own."""
 
 
 def trace_from(args: argparse.Namespace, encode: Callable[[str], list[int]]) -> ChartTrace:
     """Returns the trace for the flags."""
-    paths = list(args.image)
-    if args.image_dir is not None:
-        paths += sorted(p for p in args.image_dir.iterdir() if p.is_file())
     return make_trace(
-        encode,
-        num_prompts=args.num_prompts,
-        num_images=args.num_images,
-        images=[path.read_bytes() for path in paths],
-        prompts=args.prompt,
-        seed=args.trace_seed,
-        cache=args.cache,
+        encode, num_prompts=args.num_prompts, num_images=args.num_images, cache=args.cache
     )

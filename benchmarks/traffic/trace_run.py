@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..reports.report import Row, median, quantile
@@ -36,7 +36,6 @@ class RunPlan:
 
     in_flight: int
     tokens: int
-    sampling: Mapping[str, float]
     limit_s: float = 600.0
     namespace: str = ""
 
@@ -57,7 +56,7 @@ async def run_trace(
             if asked_before and start - began > plan.limit_s:
                 return
             answer = await target.forced_query(
-                trace.images[question.image], question.text, plan.tokens, plan.sampling
+                trace.images[question.image], question.text, plan.tokens
             )
             now = time.monotonic()
             asked.append(Exchange(question.is_repeat, start, now, answer))

@@ -48,8 +48,8 @@ def test_trace(tmp_path: Path, in_flights: tuple[int, ...], tokens: tuple[int, .
 
 
 @pytest.mark.slow
-def test_trace_sampled_and_cut_short(tmp_path: Path) -> None:
-    report = run(trace, tmp_path, *MODEL, "--in-flight", "1", "--sampled", "--limit", "0.001")
+def test_trace_cut_short(tmp_path: Path) -> None:
+    report = run(trace, tmp_path, *MODEL, "--in-flight", "1", "--limit", "0.001")
     assert report["tables"]["Trace through the engine (times in ms)"][0]["requests"] == 1
 
 
