@@ -16,6 +16,7 @@ from .adapters.lora import LoRA as LoRA
 from .adapters.lora import TextLoRAConfig as TextLoRAConfig
 from .adapters.references import checked_adapter_name as checked_adapter_name
 from .callers.profiling import ProfileRequest as ProfileRequest
+from .checkpoint.weights.memory import host_total as host_total
 from .config.adapters import AdapterSources as AdapterSources
 from .config.image_limits import ImageLimits as ImageLimits
 from .config.runtime import RuntimeConfig as RuntimeConfig
@@ -25,6 +26,7 @@ from .config.setting import check_settings as check_settings
 from .config.setting import checked as checked
 from .config.setting import default_of as default_of
 from .config.setting import settings_of as settings_of
+from .config.sizes import processors as processors
 from .engine import InferenceEngine as InferenceEngine
 from .errors import AdapterNotFound as AdapterNotFound
 from .errors import AdapterRefused as AdapterRefused

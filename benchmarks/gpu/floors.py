@@ -9,14 +9,13 @@ of a graph launch, and preprocessing of the trace's images on all cores.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from kestrel_engine import ImageLimits
+from kestrel_engine import ImageLimits, processors
 from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.types.model_config import VisionConfig
@@ -113,9 +112,7 @@ def _host_us(work: Callable[[], object], device: torch.device, count: int) -> fl
 
 def measure_preprocessing(report: Report, _: torch.device, *, quick: bool) -> None:
     """Measures preprocessing of the trace's images, from JPEG bytes to crops, with one thread and on all cores."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = processors()
     images = draw_images(2 if quick else 16 * cores, first=PREPROCESSING_FROM)
     limits, vision = ImageLimits(), VisionConfig()
 

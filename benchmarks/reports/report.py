@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from kestrel_client.commands.bench.reporting import results
 
 from .bars import NONE, Limits
 
@@ -167,14 +166,8 @@ def median(values: Sequence[float]) -> float:
 def describe_machine() -> dict[str, Any]:
     """Returns the machine, the date and the load, which shows whether other processes were active; and the GPU and
     versions, if torch is imported."""
-    found: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "system": sys.platform,
-    }
+    found = results.describe_machine()
+    del found["libraries"]
     torch = sys.modules.get("torch")
     if torch is None:
         return found

@@ -66,7 +66,7 @@ def default_sizes(
     holds all multiprocessors of an H100 for half a millisecond. ``rung``: of SMALLER_CUDA_SIZES."""
     if not cuda:
         return _CPU_SIZES
-    threads = min(max(_processors() - 2, 2), MOST_PREPROCESS_THREADS)
+    threads = min(max(processors() - 2, 2), MOST_PREPROCESS_THREADS)
     share = min(1.0, itl_target_ms / USUAL_ITL_TARGET_MS)
     batch, most = SMALLER_CUDA_SIZES[rung]
     crops = min(most, max(LEAST_CROPS, round(share * _CUDA_SIZES.step_crops)))
@@ -80,7 +80,7 @@ def default_sizes(
     )
 
 
-def _processors() -> int:
+def processors() -> int:
     """Returns the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from contextlib import ExitStack
 from pathlib import Path
 
-from kestrel_engine import clock
+from kestrel_engine import clock, processors
 
 from ..process.ready_line import print_ready
 from ..security.listening import check_exposure
@@ -21,7 +21,6 @@ from ..settings.server import ServerConfig
 from ..settings.sources import SettingsError
 from ..workers.front.bootstrap import FrontPlan
 from ..workers.front.front import Front, check_installed
-from ..workers.plan import processors
 from ..workers.port import HeldPorts
 from .follow import Follower
 

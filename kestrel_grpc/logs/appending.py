@@ -11,10 +11,17 @@ import os
 import select
 import stat
 import sys
+from datetime import UTC, datetime
 
 STDOUT = "-"
 """The path that stands for standard output."""
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def stamp(instant: float) -> str:
+    """Seconds since the epoch as lines show them: in UTC, by RFC 3339, with milliseconds."""
+    at = datetime.fromtimestamp(instant, UTC)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class LineFile:

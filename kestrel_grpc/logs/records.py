@@ -11,11 +11,11 @@ import json
 import logging
 import sys
 import textwrap
-from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 from ..edge.calls.current import current
 from ..settings.logs import DEFAULT_BUFFER_BYTES, log_levels
+from .appending import stamp
 from .writer import LogWriter
 
 Format = Literal["text", "json"]
@@ -135,9 +135,8 @@ class JsonFormatter(logging.Formatter):
         super().__init__()
 
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, UTC)
         entry: dict[str, Any] = {
-            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": stamp(record.created),
             "level": record.levelname,
             "logger": record.name,
             **self._worker,

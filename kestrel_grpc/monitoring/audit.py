@@ -12,7 +12,6 @@ import logging
 import re
 import select
 from collections import deque
-from datetime import UTC, datetime
 from typing import Any
 
 from google.protobuf import json_format
@@ -22,7 +21,7 @@ from kestrel_engine import ConfigError, clock
 
 from ..edge.calls.call import Call
 from ..edge.failures.errors import AuditUnavailable
-from ..logs.appending import LineFile
+from ..logs.appending import LineFile, stamp
 from ..security.identity.principal import Scope, is_administrative
 
 logger = logging.getLogger(__name__)
@@ -104,10 +103,9 @@ class AuditLog:
 
 def _fields(call: Call) -> dict[str, Any]:
     before, after = call.change
-    at = datetime.fromtimestamp(clock.wall(), UTC)
     is_told = isinstance(call.message, Message)
     return {
-        "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "time": stamp(clock.wall()),
         "method": call.method.removeprefix("/"),
         "principal": call.principal.name,
         "peer": call.peer,

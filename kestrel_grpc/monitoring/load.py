@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from kestrel_engine import SchedulerStats, clock
+from kestrel_engine import SchedulerStats, clock, host_total, processors
 
 from ..edge.calls.call import Call
 from ..served_model import ServedModels, State
@@ -22,7 +22,6 @@ WINDOW_S = 10
 """Seconds over which rates are averaged: short enough to show a burst, long enough to smooth single requests."""
 
 _CPU_EVERY_S = 1.0
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _RESIDENT = Path("/proc/self/statm")
 
 
@@ -75,8 +74,8 @@ class LoadMeter:
         self._served = served
         self._seconds: deque[_Second] = deque(maxlen=WINDOW_S)
         self._started_at = clock.now()
-        self._processors = _num_processors()
-        self._memory_bytes = _usable_memory()
+        self._processors = processors()
+        self._memory_bytes = host_total() or 0
         self._cpu = 0.0
         self._cpu_seen = (clock.now(), time.process_time())
 
@@ -130,24 +129,6 @@ def _sum(stats: Sequence[SchedulerStats]) -> SchedulerStats:
     """The sums of the counts of several models."""
     names = [field.name for field in fields(SchedulerStats)]
     return SchedulerStats(**{name: sum(getattr(each, name) for each in stats) for name in names})
-
-
-def _num_processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _usable_memory() -> int:
-    """Memory of the machine in bytes, or of the container if that is less; 0 if the system does not report it."""
-    try:
-        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 0
-    try:
-        return min(machine, int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # There is no container, or it has no limit ("max").
-        return machine
 
 
 def _resident() -> int:

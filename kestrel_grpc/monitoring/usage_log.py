@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kestrel_engine import RequestEvent, clock
 
-from ..logs.appending import LineFile
+from ..logs.appending import LineFile, stamp
 from ..telemetry.used import Used, used_by
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class UsageLog:
         """Appends lines. Returns their number, and the error that prevented further ones."""
         name = f"usage-{datetime.fromtimestamp(until, UTC):%Y%m%dT%H}Z{self._suffix}.jsonl"
         path, written = self._folder / name, 0
-        span = {"from": _shown(since), "to": _shown(until)}
+        span = {"from": stamp(since), "to": stamp(until)}
         lines = []
         for (principal, model, adapter), sums in used.items():
             who = {"principal": principal, "model": model, "adapter": adapter}
@@ -129,8 +129,3 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _shown(instant: float) -> str:
-    at = datetime.fromtimestamp(instant, UTC)
-    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")

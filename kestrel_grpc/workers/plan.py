@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kestrel_engine import RuntimeConfig
+from kestrel_engine import RuntimeConfig, processors
 
 from ..settings.addresses import unix_path
 from ..settings.budgets import token_budget
@@ -156,13 +155,6 @@ def _worker_environ(index: int, device: str, environ: Mapping[str, str]) -> dict
         _RESOURCE: f"{attributes_text},{own}" if attributes_text else own,
         **environment_for(device, environ),
     }
-
-
-def processors() -> int:
-    """The number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def worker_devices(config: WorkersConfig, device: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kestrel_engine import ConfigError, RuntimeConfig, clock
+from kestrel_engine import ConfigError, RuntimeConfig, clock, processors
 
 from ..logs.records import log_lifecycle
 from ..process.ready_line import print_ready
@@ -35,7 +35,6 @@ from .line import Ready
 from .plan import (
     WorkerTask,
     plan_workers,
-    processors,
     shared_addresses,
     shared_http_addresses,
     with_ledger,

@@ -9,7 +9,7 @@ from kestrel_engine.config import ModelPaths, sizes
 
 
 def test_the_device_settles_what_was_left_open(monkeypatch):
-    monkeypatch.setattr(sizes, "_processors", lambda: 12)
+    monkeypatch.setattr(sizes, "processors", lambda: 12)
     open_config = RuntimeConfig(max_batch_size=None)
     on_cpu, on_cuda = (open_config.sizes(cuda=cuda) for cuda in (False, True))
     assert (on_cpu.max_batch_size, on_cpu.step_prefill_positions, on_cpu.step_crops) == (16, 768, 3)
@@ -23,7 +23,7 @@ def test_the_device_settles_what_was_left_open(monkeypatch):
 
 @pytest.mark.parametrize(("processors", "threads"), [(1, 2), (4, 2), (9, 7), (128, 8)])
 def test_preprocessing_leaves_two_processors_to_the_engine(monkeypatch, processors, threads):
-    monkeypatch.setattr(sizes, "_processors", lambda: processors)
+    monkeypatch.setattr(sizes, "processors", lambda: processors)
     assert RuntimeConfig().sizes(cuda=True).preprocess_threads == threads
 
 
