@@ -73,7 +73,10 @@ def score(ask: Ask, output: Output, width: int, height: int) -> tuple[float, flo
     if ask.kind in NAMED:  # the order and the grouping of the shapes are free
         return float(named_objects(text_of(output)) == named_objects(ask.answer)), 1
     request = Record(ask.kind, 1, request_of(ask, width, height), "", str)
-    scored = answers.score(read_truth(request), {"answer": text_of(output), **output})
+    # The engine returns a segment without a box where it finds nothing.
+    segments = [segment for segment in output.get("segments", ()) if segment.get("bbox")]
+    found = {"answer": text_of(output), **output, "segments": segments}
+    scored = answers.score(read_truth(request), found)
     return next(iter(scored.counts.values()))
 
 

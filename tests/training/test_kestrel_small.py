@@ -94,6 +94,7 @@ def _asks() -> list[Ask]:
         Ask("detect", "shapes detect", "red square", boxes=(box, (130.0, 30.0, 180.0, 90.0))),
         Ask("detect", "absent", "dog"),
         Ask("point", "icons point", "home icon", boxes=(box,), points=((70.0, 60.0),)),
+        Ask("segment", "absent", "heart"),
         Ask("segment", "shapes segment", "square", boxes=(box,), path=tuple("M 0 0 L 960 0 960 960 0 960 z".split())),
         Ask("reasoning", "charts value reasoned", "A?", "12", steps=(("bar", ((70.0, 60.0),)),), spelled=True),
         Ask("query", "text here", "What is this?", "x", refs=((70.0, 60.0), box), spelled=True),
@@ -128,7 +129,9 @@ def _output(ask: Ask) -> dict[str, Any]:
         "caption": {"caption": ask.answer},
         "detect": {"objects": boxes},
         "point": {"points": [{"x": x / 200, "y": y / 100} for x, y in ask.points]},
-        "segment": {"segments": [{"svg_path": path, "bbox": box} for box in boxes]},
+        "segment": {
+            "segments": [{"svg_path": path, "bbox": box} for box in boxes] or [{"svg_path": ""}]
+        },
     }[ask.skill]
 
 
