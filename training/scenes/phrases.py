@@ -74,7 +74,7 @@ def name_of(shape: Shape) -> str:
 
 
 def article(words: str) -> str:
-    return "an" if words[0] in "aeiou" else "a"
+    return "an" if words[0] in "aeiou" and not words.startswith(("us", "uni")) else "a"
 
 
 def with_article(words: str) -> str:

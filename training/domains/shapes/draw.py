@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from training.domains.ground import draw_ground
 from training.domains.phrasing import absent_object, off_topic, tell, vary
 from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
-from training.scenes.captions import LENGTHS, caption
+from training.scenes.captions import LENGTHS, caption, normal_caption, objects_of
 from training.scenes.paths import path_tokens
 from training.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
 from training.scenes.questions import as_ask, count, draw_question
@@ -29,6 +29,8 @@ from training.scenes.scenes import (
 )
 from training.scenes.shapes import geometry, place, unit_bounds
 from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, MEASURED_COLOURS, SHAPES
+
+GROUPED = 6  # shapes, up to which a short caption groups them
 
 
 def _grid_scene(rng: random.Random, width: int, height: int) -> Scene:
@@ -114,6 +116,14 @@ def draw_with_pillow(rng: random.Random, scene: Scene) -> Pixels:
     return np.asarray(image)
 
 
+def _caption(scene: Scene, length: str) -> str:
+    """A caption. A short one also names each of many shapes, unless they are alike: groups were miscounted."""
+    if length != "short" or len(scene.shapes) <= GROUPED or len(objects_of(scene)) == 1:
+        return caption(scene, length)
+    each = normal_caption(scene).partition(": ")[2]
+    return each[0].upper() + each[1:]
+
+
 def _questions(rng: random.Random, scene: Scene, few: bool) -> Iterator[Ask]:
     made = [count(rng, scene) for _ in range(4)]
     made += [draw_question(rng, scene) for _ in range(5)] if few else [count(rng, scene)]
@@ -145,21 +155,20 @@ def _target(rng: random.Random, scene: Scene) -> tuple[str, list[int]]:
     return object_words(rng, phrase), phrase.find(scene)
 
 
-def _segment(rng: random.Random, scene: Scene) -> Ask:
-    """One shape's outline, or nothing of what is not there."""
+def _segment(rng: random.Random, scene: Scene) -> Ask | None:
+    """The outline of a shape that words tell from all others, or nothing of what is not there."""
     u = rng.random()
     if not scene.shapes or u < 0.15:
         phrase = draw_absent(rng, scene)
         if phrase is None or u < 0.03:
             return Ask("segment", "absent", rng.choice(FOREIGN_NOUNS))
         return Ask("segment", "absent", object_words(rng, phrase))
-    turned = [i for i, shape in enumerate(scene.shapes) if shape.angle]
-    index = rng.choice(turned if turned and u < 0.7 else range(len(scene.shapes)))
-    shape = scene.shapes[index]
-    phrase = refer(rng, scene, index)
-    if phrase is None:
-        phrase = Phrase(shape.kind, shape.colour)
-        shape = scene.shapes[phrase.find(scene)[0]]
+    referred = [(shape, refer(rng, scene, i)) for i, shape in enumerate(scene.shapes)]
+    options = [(shape, phrase) for shape, phrase in referred if phrase is not None]
+    if not options:
+        return None
+    turned = [option for option in options if option[0].angle]
+    shape, phrase = rng.choice(turned if turned and u < 0.7 else options)
     words, path = object_words(rng, phrase), tuple(path_tokens(shape))
     return Ask("segment", "shapes segment", words, boxes=(shape.box,), path=path)
 
@@ -189,9 +198,9 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     asks = [_find(rng, scene, skill) for skill in ("detect", "point")]
     lengths = ["short"] if rng.random() < 0.5 else ["short", rng.choice(LENGTHS)]
     for length in lengths if few else ():
-        asks.append(Ask("caption", f"shapes caption {length}", length, caption(scene, length)))
+        asks.append(Ask("caption", f"shapes caption {length}", length, _caption(scene, length)))
     asks += _questions(rng, scene, few)
-    asks += [_segment(rng, scene) for _ in range(2)]
+    asks += [ask for ask in (_segment(rng, scene) for _ in range(2)) if ask is not None]
     missing = _missing(rng, scene) if rng.random() < 0.5 else None
     asks.append(missing or (off_topic(rng) if rng.random() < 0.5 else absent_object(rng)))
     marks = [Mark(s.box, SHAPES[s.kind], COLOURS[s.colour]) for s in scene.shapes]
