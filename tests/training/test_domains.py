@@ -146,6 +146,13 @@ def test_a_grid_is_told_column_by_column() -> None:
         assert list(shapes) == in_order(shapes, 640, lambda s: s.centre)
 
 
+@pytest.mark.parametrize("values", [(5.0, 9.0, 7.0, 7.1), (8.0, 7.9, 2.0, 3.0)])
+def test_an_extreme_stands_out(values: tuple[float, ...]) -> None:
+    high, low = charts.extremes(values)
+    assert high == (1 if values[1] == 9 else None) and low == (0 if values[0] == 5 else 2)
+    assert charts.extremes((7.0, 5.0, 4.6), pie=True) == (0, None)
+
+
 def test_phrasing_keeps_quoted_words() -> None:
     rng = random.Random(3)
     texts = {vary(rng, 'Is "{t}" written here?', t="ToTaL") for _ in range(300)}

@@ -35,21 +35,24 @@ class Drawings:
             ]
 
     def place(
-        self, rng: random.Random, width: int, height: int
+        self, rng: random.Random, width: int, height: int, letters: float = 0.0
     ) -> tuple[Pixels, dict[str, Any], Place]:
         """A random picture on a ground of this size in pixels, and where it lies there.
 
-        It fills as much of the ground as one of eight random pictures can that stays legible.
+        It fills as much of the ground as one of some random pictures can that stays legible: letters have this many
+        pixels, or, if their size is unknown (0), the scale is LEAST_SCALE.
         """
-        choices = [rng.randrange(len(self.shown)) for _ in range(8)]
+        choices = [rng.randrange(len(self.shown)) for _ in range(24 if letters else 8)]
         sizes = [self._sizes[k] for k in choices]
         fits = [min(LARGEST, width / w, height / h) for w, h in sizes]
-        legible = [i for i, fit in enumerate(fits) if fit >= LEAST_SCALE]
+        needed = [letters / self.shown[k]["size"] if letters else LEAST_SCALE for k in choices]
+        legible = [i for i, fit in enumerate(fits) if fit >= needed[i]]
         best = max(
-            legible or range(8),
+            legible or range(len(choices)),
             key=lambda i: fits[i] ** 2 * math.prod(sizes[i]) if legible else fits[i],
         )
         number, scale = choices[best], fits[best] * rng.choice((1, 1, rng.uniform(0.85, 1)))
+        scale = max(scale, min(fits[best], needed[best])) if letters else scale
         image = Image.open(io.BytesIO(self._read(f"{number}.webp"))).convert("RGB")
         size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
         if size != image.size:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
 from training.camera import compress, turn
+from training.domains.charts.questions import EXTREMES
 from training.domains.photos.names import labels as photographed
 from training.domains.picture import Picture
 from training.kestrel_small import CONFIG
@@ -36,6 +37,8 @@ from training.sources import icon_names
 SKILL_WEIGHTS = {  # of the losses of their answers
     "query": 1.0, "reasoning": 1.0, "point": 0.5, "detect": 0.5, "segment": 0.7, "caption": 1.0
 }  # fmt: skip
+# A loss counts by token. The tokens of a short answer count more, so that names and numbers don't vanish beside texts.
+EVEN, LEAST, MOST = 8, 0.7, 2.0  # tokens of an answer whose share is 1; bounds of the share
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
 # Rows and columns of a cell, in each of which the helper head reads one character. Upright text needs the other way.
 PLACES = (2, 4)
@@ -46,9 +49,8 @@ ROLES = "button|link|input|select|checkbox|radio|icon|heading|cell|menu item".sp
 CLASSES = (
     *SHAPES, *icon_names(), "text", "bar", "grouped bar", "line", "pie", "scatter", *(f"screen {r}" for r in ROLES)
 )  # fmt: skip
-LATER = (
-    photographed()
-)  # classes whose rows of the helper head come last, after those of earlier checkpoints
+# Classes whose rows of the helper head come last, after those of earlier checkpoints.
+LATER = (*photographed(), *EXTREMES)
 LABELS = {name: i + 1 for i, name in enumerate(dict.fromkeys((*CLASSES, *LATER)))}
 COLOUR_IDS = {name: i + 1 for i, name in enumerate(COLOURS)}
 NO_COLOUR = -1
@@ -140,6 +142,8 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
             prompt = write(ask, width, height)
             share = SKILL_WEIGHTS[ask.skill] * min(2.0, max(0.5, wanted(ask.kind)))
             n = len(prompt.ids) - 1  # the last id is only a target
+            if ask.skill == "query":
+                share *= min(MOST, max(LEAST, (EVEN / (n + 1 - prompt.start)) ** 0.5))
             if at + n > LENGTH:
                 continue
             ids[row, at : at + n], values[row, at : at + n] = prompt.ids[:-1], prompt.values[:-1]

@@ -9,13 +9,32 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from training.domains.charts.questions import ask_about, labels_are_shown, readable
+from training.domains.charts.questions import (
+    EXTREMES,
+    WORDS,
+    ask_about,
+    extremes,
+    labels_are_shown,
+    readable,
+)
 from training.domains.charts.questions import number as number_text
 from training.domains.charts.sketched import Drawn, sketch
 from training.domains.charts.tables import make_table
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import absent_object, read
-from training.domains.picture import Ask, Box, Mark, Picture, Point, centre, find, in_order
+from training.domains.picture import (
+    Ask,
+    Box,
+    Mark,
+    Picture,
+    Point,
+    centre,
+    find,
+    in_order,
+    view_scale,
+)
+
+SMALLEST = 7.0, 9.0  # letters that can be read: pixels of the picture, and of the model's view
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
@@ -41,7 +60,8 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
 
 def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     archive = open_drawings("held/charts.zip" if held else "charts.zip", "charts.json")
-    pixels, table, place = archive.place(rng, width, height)
+    letters = max(SMALLEST[0], SMALLEST[1] / view_scale(width, height))
+    pixels, table, place = archive.place(rng, width, height, 0 if held else letters)
     written = [(text, [place.point(x, y) for x, y in zip(at[::2], at[1::2], strict=True)])
                for text, at in table["texts"]]  # fmt: skip
     boxes = [[place.box(box) for box in row] for row in table["boxes"]]
@@ -54,6 +74,9 @@ def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Pi
     values = Counter(number_text(v) for s in table["series"] for v in s["values"])
     table = {**table, "numbers": values <= told}
     asks = [*ask_about(rng, table, "webcharts", exact=held), absent_object(rng)]
+    if table["size"] * place.scale < 0.999 * letters:
+        asks = [ask for ask in asks if not ask.spelled]
+        return Picture(pixels, asks, complete=False)
     wide, names = 2 * table["size"] * place.scale, [s["name"] for s in table["series"]]
     # The legend's spots are left of its texts.
     keys = [
@@ -92,11 +115,12 @@ def _marks(
     kind = "grouped bar" if table["kind"] == "bar" and several else table["kind"]
     shown, labels = labels_are_shown(table), table["labels"]
     of_label = [f"{label[:4]:4}{label[-1]}" if shown else 5 * " " for label in labels]
+    ends = [extremes(s["values"], kind == "pie") for s in table["series"]]
     of_series = [f"{s['name'][:2]:2}{s['name'][-1]}" if several else "" for s in table["series"]]
     marks = [
-        Mark(box, kind, told=label + series)
-        for row, series in zip(boxes, of_series, strict=False)
-        for box, label in zip(row, of_label, strict=True)
+        Mark(box, EXTREMES[row_ends.index(k)] if k in row_ends else kind, told=label + series)
+        for row, series, row_ends in zip(boxes, of_series, ends, strict=False)
+        for k, (box, label) in enumerate(zip(row, of_label, strict=True))
     ]
     entries = dict(zip(labels, of_label, strict=True))
     entries |= {
@@ -115,6 +139,18 @@ def _places(
         "detect" if kind == "bar" else "point",
     )
     boxes, name = shown.boxes[series], table["series"][series]["name"]
+    for end, number in zip(
+        EXTREMES, extremes(table["series"][series]["values"], kind == "pie"), strict=True
+    ):
+        if number is None:
+            continue
+        of = f" of {name}" if len(shown.boxes) > 1 else ""
+        said = f"the {rng.choice(WORDS[end])} {noun}{of}"
+        asks.append(find(skill, f"{domain} extreme", said, [boxes[number]]))
+        ways = f"Which one has the {{e}} value{of}?|Which {noun}{of} is the {{e}}?"
+        why = read(rng, f"{domain} label reasoned", ways, table["labels"][number], e=WORDS[end][0])
+        there = said.removeprefix("the "), (centre(boxes[number]),)
+        asks.append(replace(why, skill="reasoning", steps=(there,)))
     number = rng.randrange(len(boxes))
     box, label = boxes[number], table["labels"][number]
     value = readable(table["series"][series]["values"][number])

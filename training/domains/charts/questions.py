@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from training.domains.phrasing import read, tell
 from training.domains.picture import Ask
 
 SPOKEN = {"bar": "bar chart", "line": "line chart", "pie": "pie chart", "scatter": "scatter plot"}
+EXTREMES = ("highest", "lowest")
+WORDS = {"highest": ("highest", "largest", "maximum"), "lowest": ("lowest", "smallest", "minimum")}
 PARTS = {"bar": "bars", "pie": "slices", "line": "lines", "scatter": "points"}
 
 
@@ -41,6 +43,16 @@ def readable(value: float) -> float:
     power = 10.0 ** math.floor(math.log10(value))
     unit = power / (50 if value < 2 * power else 20 if value < 5 * power else 10)
     return round(round(value / unit) * unit, 6)
+
+
+def extremes(values: Sequence[float], pie: bool = False) -> tuple[int | None, int | None]:
+    """Where the largest and the least value are, if they stand out; angles are harder to compare than lengths."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    least, second, below, most = (values[order[k]] for k in (0, 1, -2, -1))
+    by = 1.15 if pie else 1.06
+    high = order[-1] if most >= by * below else None
+    low = order[0] if second >= by * least + (0 if pie else 0.02 * most) else None
+    return high, low
 
 
 def labels_are_shown(table: dict[str, Any]) -> bool:
@@ -103,15 +115,12 @@ def _about_series(
     """The extremes of a series, and its trend."""
     several = len(t["series"]) > 1
     of = f" of {s['name']}" if several else ""
-    (lowest, least), (_, second), *_ = ranked = sorted(pairs, key=lambda pair: pair[1])
-    highest, most = ranked[-1]
-    for a, b, c, label, stands_out in (
-        ("highest", "largest", "maximum", highest, most >= 1.06 * ranked[-2][1]),
-        ("lowest", "smallest", "minimum", lowest, second >= 1.06 * least + 0.02 * most),
-    ):
-        ways = f"Which one has the {a} value{of}?|What is the {b}{of}?|Where is the {c}{of}?"
-        if stands_out:
-            yield read(rng, "label", ways, label)
+    stand_out = extremes(s["values"], t["kind"] == "pie" and not t["numbers"])
+    for end, number in zip(EXTREMES, stand_out, strict=True):
+        if number is not None:
+            a, b, c = WORDS[end]
+            ways = f"Which one has the {a} value{of}?|What is the {b}{of}?|Where is the {c}{of}?"
+            yield read(rng, "label", ways, pairs[number][0])
     (start, first), (end, last) = pairs[0], pairs[-1]
     if t["kind"] == "line" and not 0.75 < last / max(first, 1e-9) < 1.33:
         ways = "Does {s} rise or fall from {a} to {b}?|From {a} to {b}, does {s} go up or down?"
