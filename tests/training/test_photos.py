@@ -49,6 +49,9 @@ def test_kept_photographs_are_never_learnt(sources: Path) -> None:
     names, words = photographs()
     assert names["Red-Beet"].kept and not names["Papaya"].kept
     assert {name.text for name in names.values()} >= set(words)
+    oats, plain = names["Oatly-Oat-Milk"], names["Arla-Standard-Milk"]
+    assert (oats.text, oats.kind, oats.label) == ("milk", "oat milk", "oat milk")
+    assert (plain.text, plain.kind, plain.label) == ("milk", "", "milk")
     listed = {name.text for name in names.values()} - {""}
     assert 45 < len(listed) < 100 and len(emoji()) > 250
     assert all(label in LABELS for label in labels())

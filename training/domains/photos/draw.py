@@ -21,6 +21,7 @@ from training.domains.text.fonts import sources
 from training.scenes.phrases import with_article
 
 OUTSIDE = 0.22  # share of the things that are outside the list
+STRANGE = 0.4  # of the photographs outside the list: what nobody photographed
 _SMALLEST = {"photo": 96.0, "emoji": 28.0}  # pixels of the model's view
 _ALONE = (
     "What is this?|What is in the {picture}?|What does the {picture} show?|What is shown here?|Name this thing.|"
@@ -36,16 +37,16 @@ _WHICH = "Which of these do you see: {list}?|Which of these are in the {picture}
 
 @dataclass(frozen=True)
 class _Thing:
-    """name: "" outside the list."""
+    """name: "" outside the list; label: the helper head's class."""
 
     name: str
     kind: str
+    label: str
     box: Box
 
 
-Files = dict[
-    str, list[tuple[str, bytes]]
-]  # kind and WebP by name; "?" comes before what is outside the list
+# Kind, label and WebP by name; "?" comes before what is outside the list.
+Files = dict[str, list[tuple[str, str, bytes]]]
 
 
 @cache
@@ -55,11 +56,11 @@ def _files(noun: str, held: bool) -> Files:
     with zipfile.ZipFile(sources() / ("held" if held else ".") / f"{noun}s.zip") as archive:
         for entry in archive.namelist():
             folder, _, file = entry.removesuffix(".webp").partition("/")
-            name, kind = spoken.get(file, f"?{file}"), ""
+            name, kind, label = spoken.get(file, f"?{file}"), "", spoken.get(file, OTHER)
             if noun == "photo":
                 said = photographs()[0][folder]
-                name, kind = said.text or f"?{folder}", said.kind
-            found.setdefault(name, []).append((kind, archive.read(entry)))
+                name, kind, label = said.text or f"?{folder}", said.kind, said.label
+            found.setdefault(name, []).append((kind, label, archive.read(entry)))
     return found
 
 
@@ -71,24 +72,79 @@ def _groups(noun: str) -> dict[str, str]:
     return dict.fromkeys(emoji(), "emoji")
 
 
-def _look(rng: random.Random, data: bytes) -> Image.Image:
-    """A photograph with other light, turned over, or a part of it."""
-    image = Image.open(io.BytesIO(data)).convert("RGB")
-    w, h = image.size
-    part = rng.uniform(0.65, 1)
-    x, y = rng.uniform(0, (1 - part) * w), rng.uniform(0, (1 - part) * h)
-    image = image.crop((round(x), round(y), round(x + part * w), round(y + part * h)))
+def _open(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def _look(rng: random.Random, image: Image.Image, whole: bool = False) -> Image.Image:
+    """A photograph in other light, turned, or a part of it: few photographs of a kind must teach what it looks like.
+
+    whole: the edges tell what it is, so little is cut off and nothing hidden.
+    """
     if rng.random() < 0.5:
         image = ImageOps.mirror(image)
+    w, h = image.size
+    part, lean = rng.uniform(0.8 if whole else 0.5, 1), rng.uniform(0.85, 1.15)
+    turned = rng.random() < 0.5
+    if turned:
+        part = min(part, 0.85 if whole else 0.72)  # so that no corner is empty
+        image = image.rotate(rng.uniform(-25, 25), Image.Resampling.BILINEAR)
+    across, down = min(w, part * w * lean), min(h, part * h / lean)
+    edge = 0.1 if turned and not whole else 0.0
+    x, y = (
+        rng.uniform(min(edge * side, (side - size) / 2), max((1 - edge) * side - size, (side - size) / 2))
+        for side, size in ((w, across), (h, down))
+    )  # fmt: skip
+    image = image.crop((round(x), round(y), round(x + across), round(y + down)))
     for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
-        image = change(image).enhance(rng.uniform(0.7, 1.3))
+        image = change(image).enhance(rng.uniform(0.6, 1.4))
+    if rng.random() < 0.5:  # warmer or colder light
+        gains = [rng.uniform(0.85, 1.15) for _ in range(3)]
+        image = image.point(
+            [min(255, round(level * gain)) for gain in gains for level in range(256)]
+        )
+    if not whole and rng.random() < 0.3:  # something stands before it
+        wide, high = (max(2, round(side * rng.uniform(0.15, 0.45))) for side in image.size)
+        at = rng.randint(0, image.width - wide), rng.randint(0, image.height - high)
+        image.paste(hsv(rng, (0, 1), (0, 1)), (*at, at[0] + wide, at[1] + high))
     return image
 
 
-def _photo(rng: random.Random, ground: Image.Image, data: bytes, place: Square, held: bool) -> Box:
+def _strange(rng: random.Random, files: Files) -> Image.Image:
+    """What no list has: a photograph in shuffled pieces, two at once, a piece of cloth or of a card, or a pattern."""
+    name, other = rng.sample(sorted(files), 2)
+    image = _look(rng, _open(rng.choice(files[name])[-1]))
+    u = rng.random()
+    if u < 0.3:
+        n = rng.choice((2, 3, 4))
+        w, h = image.width // n, image.height // n
+        places = [(i % n * w, i // n * h) for i in range(n * n)]
+        pieces = [image.crop((x, y, x + w, y + h)) for x, y in places]
+        rng.shuffle(pieces)
+        for piece, place in zip(pieces, places, strict=True):
+            image.paste(ImageOps.mirror(piece) if rng.random() < 0.5 else piece, place)
+        return image
+    if u < 0.6:
+        second = _look(rng, _open(rng.choice(files[other])[-1])).resize(image.size)
+        return Image.blend(image, second, rng.uniform(0.4, 0.6))
+    groups = _groups("photo")
+    smooth = [name for name in files if groups.get(name) in ("clothes", "cards")]
+    if u < 0.75 and smooth:
+        image = _open(rng.choice(files[rng.choice(smooth)])[-1])
+        side = max(8, round(rng.uniform(0.1, 0.22) * min(image.size)))
+        x, y = (round(rng.uniform(0.3, 0.7) * (long - side)) for long in image.size)
+        return image.crop((x, y, x + side, y + side)).resize((110, 110), Image.Resampling.BICUBIC)
+    n = rng.randint(2, 24)
+    dark, light = (hsv(rng, (0, 0.8), (0.1, 1)) for _ in range(2))
+    noise = Image.frombytes("L", (n, n), rng.randbytes(n * n)).resize(
+        (110, 110), Image.Resampling.BICUBIC
+    )
+    return ImageOps.colorize(noise, dark, light)
+
+
+def _photo(rng: random.Random, ground: Image.Image, image: Image.Image, place: Square) -> Box:
     """Put a photograph into the square, perhaps with round corners or a border."""
     x, y, side = place
-    image = Image.open(io.BytesIO(data)).convert("RGB") if held else _look(rng, data)
     scale = side / max(image.size)
     size = max(8, round(image.width * scale)), max(8, round(image.height * scale))
     image = image.resize(size, Image.Resampling.BICUBIC)
@@ -192,7 +248,6 @@ def _caption(things: Sequence[_Thing], noun: str, width: int) -> list[Ask]:
 
 def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) -> Picture:
     files = _files(noun, held)
-    put = _photo if noun == "photo" else _emoji
     ground, _ = draw_ground(rng, width, height, plain=0.6)
     places = layout(rng, width, height, _SMALLEST[noun] * rng.uniform(1, 2))[:12]
     names, others = (
@@ -203,21 +258,27 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
     things = []
     for place in places[:1] if fills else places:
         name = rng.choice(others if rng.random() < OUTSIDE else pool)
-        kind, data = rng.choice(files[name])
-        if fills:
-            image = Image.open(io.BytesIO(data)).convert("RGB") if held else _look(rng, data)
-            ground = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
-            box: Box = (0, 0, width, height)
+        kind, label, data = rng.choice(files[name])
+        if noun == "emoji":
+            box = _emoji(rng, ground, data, place, held)
         else:
-            box = put(rng, ground, data, place, held)
-        things.append(_Thing("" if name in others else name, kind, box))
+            strange = not held and name in others and rng.random() < STRANGE
+            image = _strange(rng, files) if strange else _open(data)
+            whole = _groups(noun).get(name) in ("clothes", "cards")
+            image = image if held or strange else _look(rng, image, whole)
+            box = (0, 0, width, height)
+            if fills:
+                ground = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
+            else:
+                box = _photo(rng, ground, image, place)
+        things.append(_Thing("" if name in others else name, kind, label, box))
     asks = _this(rng, things, noun) + _presence(rng, things, noun) + _caption(things, noun, width)
     asks += [_seek(rng, things, noun, skill, width) for skill in ("detect", "point")]
     if not fills:
         asks.append(_amounts(rng, things, noun))
     if rng.random() < 0.3:
         asks.append(off_topic(rng))
-    marks = [Mark(thing.box, f"{noun} {thing.name or OTHER}") for thing in things]
+    marks = [Mark(thing.box, f"{noun} {thing.label}") for thing in things]
     return Picture(np.asarray(ground), asks, marks, complete=noun == "emoji")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -15,12 +15,16 @@ OTHER = "unknown"
 
 @dataclass(frozen=True)
 class Name:
-    """What the model says of a folder of photographs; "" outside the list. kept: only the figures show it."""
+    """What the model says of a folder of photographs; "" outside the list. kept: only the figures show it.
+
+    label: the helper head's class, which may be finer.
+    """
 
     text: str
     kind: str
     group: str
     kept: bool
+    label: str
 
 
 @cache
@@ -28,17 +32,27 @@ def photographs() -> tuple[dict[str, Name], dict[str, list[str]]]:
     """The name of each folder, and the words that may be asked for instead of a name."""
     names: dict[str, Name] = {}
     words: dict[str, list[str]] = {}
+    joined: dict[str, str] = {}
     group = ""
     for line in (FOLDER / "names.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             group = line.strip("[]")
+        elif line.startswith("+"):
+            joint, *parts = line.removeprefix("+ ").split(", ")
+            joined |= dict.fromkeys(parts, joint)
         elif line.startswith("="):
             name, word = line.removeprefix("= ").split(", ")
             words.setdefault(name, []).append(word)
         elif line and not line.startswith("#"):
             folder, _, said = line.partition(": ")
             name, _, kind = said.partition(", ")
-            names[folder] = Name(name.strip("-"), kind, group, name == "--")
+            bare = name.strip("-")
+            names[folder] = Name(bare, kind, group, name == "--", bare or OTHER)
+    for folder, each in names.items():
+        if each.text in joined:
+            joint = joined[each.text]
+            own = each.kind or (each.text if each.text != joint else "")
+            names[folder] = replace(each, text=joint, kind=own)
     return names, words
 
 
@@ -50,5 +64,5 @@ def emoji() -> dict[str, list[str]]:
 
 def labels() -> list[str]:
     """Classes for the helper head."""
-    photo = {name.text or OTHER: None for name in photographs()[0].values()}
+    photo = {name.label: None for name in photographs()[0].values()}
     return [*(f"photo {name}" for name in photo), *(f"emoji {name}" for name in (*emoji(), OTHER))]
