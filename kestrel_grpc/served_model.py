@@ -157,10 +157,12 @@ class ServedModels:
         The call's message is not read yet, so the check assumes the highest priority that the caller may ask for, and
         any model.
         """
-        ready = [model.engine for model in self._models if model.state is State.READY]
         best = "high" if Scope.HIGH in caller.scopes else "normal"
         refusal: EngineOverloaded | None = None
-        for engine in ready:
+        for model in self._models:
+            engine = model.loaded
+            if engine is None or model.state is not State.READY:
+                continue
             try:
                 engine.check_admission(caller.name, caller.weight, priority=best)
                 return

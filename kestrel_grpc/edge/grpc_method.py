@@ -77,7 +77,9 @@ class GrpcMethod:
     async def _handle(self, _messages: Any, context: Context) -> Any:
         call = self._begin(context)
         # gRPC's core applies its limit only to clients that have acknowledged its settings, and to complete headers.
-        num_bytes = sum(len(key) + len(value) + _ENTRY_BYTES for key, value in call.metadata)
+        num_bytes = _ENTRY_BYTES * len(call.metadata)
+        for key, value in call.metadata:
+            num_bytes += len(key) + len(value)
         if num_bytes > self.life.guard.connections.most_metadata_bytes:
             return self._refuse_metadata(call, num_bytes)
         return await self.life.run(call, self, self._enter)
@@ -182,7 +184,8 @@ class Writer(WrappedContext):
         await self._writes.within(self._write(message))
 
     async def _write(self, message: Any) -> None:
-        await self._call.greet(())  # gRPC would send it with the first message, whose time may end.
+        self._call.greet(())  # gRPC would send it with the first message, whose time may end.
+        await self._call.greeted()
         await self._context.write(message)
 
 

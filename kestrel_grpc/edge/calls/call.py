@@ -111,26 +111,32 @@ class Call:
     def release(self) -> None:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""
+        if self._greeting is not None:
+            _hear(self._greeting)
         self.context, self.metadata = cast(Context, None), ()
         self.message = self.opening = self.result = self.error = self.trace = None
         self.stored, self._greeting = {}, None
 
     async def accept(self) -> None:
         """Sends the request's id to the caller. From then on, clients do not retry the call transparently."""
-        await self.greet(self.ids)
-
-    async def greet(self, metadata: Metadata) -> None:
-        """Sends initial metadata, unless it was sent before. The end of the caller's time does not interrupt it: gRPC
-        takes no status of a call whose initial metadata is half sent, and the call would never end."""
-        if self._greeting is None:
-            self._greeting = asyncio.ensure_future(self.context.send_initial_metadata(metadata))
-            self._greeting.add_done_callback(_heard)
+        self.greet(self.ids)
         await self.greeted()
 
+    def greet(self, metadata: Metadata) -> None:
+        """Begins to send initial metadata, unless that has begun before. The end of the caller's time does not
+        interrupt it: gRPC takes no status of a call whose initial metadata is half sent, and the call would never
+        end."""
+        if self._greeting is None:
+            sending: Any = self.context.send_initial_metadata(metadata)
+            self._greeting = asyncio.get_running_loop().create_task(sending)
+
     async def greeted(self) -> None:
-        """Waits until initial metadata is sent, if that has begun."""
-        if self._greeting is not None:
+        """Waits until initial metadata is sent, if that has begun. Raises the error with which it failed."""
+        if self._greeting is None:
+            return
+        if not self._greeting.done():  # A shield takes two more rounds of the event loop.
             await asyncio.shield(self._greeting)
+        self._greeting.result()
 
     @property
     def owner(self) -> str:
@@ -145,28 +151,30 @@ class Call:
 
     @property
     def timeout_s(self) -> float | None:
-        """Seconds until the earlier one of the caller's deadline and the server's limit; None without either."""
-        left: float | None = self.context.time_remaining()
-        own = None if left is None or left > _FOREVER_S else left
-        if self.longest_s is None:
-            return own
-        most = max(0.0, self.longest_s - (clock.now() - self.started_at))
-        return most if own is None else min(own, most)
+        """Seconds until ``deadline_at``; None without one."""
+        ends_at = self.deadline_at
+        return None if ends_at is None else max(0.0, ends_at - clock.now())
 
     @property
     def deadline_at(self) -> float | None:
-        """The instant of the clock at which ``timeout_s`` ends."""
-        left = self.timeout_s
-        return None if left is None else clock.now() + left
+        """The earlier one of the caller's deadline and the server's limit, by the clock; None without either."""
+        left: float | None = self.context.time_remaining()
+        own = None if left is None or left > _FOREVER_S else clock.now() + left
+        if self.longest_s is None:
+            return own
+        most = self.started_at + self.longest_s
+        return most if own is None else min(own, most)
 
     @property
     def duration_ms(self) -> float:
         return 1e3 * (clock.now() - self.started_at)
 
 
-def _heard(greeting: asyncio.Future[None]) -> None:
+def _hear(greeting: asyncio.Future[None]) -> None:
     """A greeting fails if the client has gone. If nobody waits for it any more, asyncio would log its traceback."""
-    if not greeting.cancelled():
+    if not greeting.done():
+        greeting.add_done_callback(_hear)
+    elif not greeting.cancelled():
         greeting.exception()
 
 

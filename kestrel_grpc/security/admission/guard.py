@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ...service_names import (
@@ -122,21 +123,17 @@ class Guard:
         elif self._callers.asks_certificate:
             self._callers.check_revoked(context.auth_context())
 
-    @contextlib.contextmanager
-    def admit(self, principal: Principal, method: str, peer: str) -> Iterator[Hold]:
+    def admit(self, principal: Principal, method: str, peer: str) -> AbstractContextManager[Hold]:
         """A context manager around a call of kestrel.v1, which gives the memory of the call's messages. It counts for
         the principal, or for the address if callers need no credentials. Raises ScopeMissing, RateExceeded,
         TooManyCalls, and EngineOverloaded if the engine could not accept the call's request."""
         principal.check(*needed_scopes(method))
-        with (
-            self.admission.admit(principal.name),
-            contextlib.closing(self.hold(principal, peer)) as hold,
-        ):
-            if method.startswith(INFERENCE_METHODS):
-                self._check_room(principal)
-            elif self._check_audit is not None and is_administrative(method):
-                self._check_audit()
-            yield hold
+        counted = self.admission.admit(principal.name)
+        if method.startswith(INFERENCE_METHODS):
+            self._check_room(principal)
+        elif self._check_audit is not None and is_administrative(method):
+            self._check_audit()
+        return _Admitted(counted, self.hold(principal, peer))
 
     def hold(self, principal: Principal, peer: str) -> Hold:
         """The memory of messages of a caller, empty at first. Close it at the end."""
@@ -172,6 +169,23 @@ class Guard:
             contextlib.closing(self._strangers_room.hold(who)) as hold,
         ):
             yield hold
+
+
+class _Admitted(AbstractContextManager[Hold]):
+    """Around an admitted call. ``counted``: counts it for its principal. ``hold``: the memory of its messages."""
+
+    __slots__ = ("_counted", "_hold")
+
+    def __init__(self, counted: AbstractContextManager[None], hold: Hold) -> None:
+        self._counted, self._hold = counted, hold
+
+    def __enter__(self) -> Hold:
+        self._counted.__enter__()
+        return self._hold
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._hold.close()
+        self._counted.__exit__(*exc_info)
 
 
 def _divided(messages: MessageLimits) -> tuple[int | None, int]:

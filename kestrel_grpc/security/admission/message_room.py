@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from kestrel_engine import EngineOverloaded, clock
@@ -97,8 +97,8 @@ class MessageRoom:
         """Held bytes by caller. A caller that holds none is absent."""
         self.waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         """Waiting calls by caller, in the order of turns. No queue is empty."""
-        self.reading: Counter[str] = Counter()
-        """Number of messages that are being read, by caller."""
+        self.reading: dict[str, int] = {}
+        """Number of messages that are being read, by caller that has any."""
         self._paid_at: dict[str, float] = {}
         """By caller, the time when the pauses for its messages are over."""
         self._heavy_until: dict[str, float] = {}
@@ -157,9 +157,9 @@ class MessageRoom:
 
     def end_reading(self, who: str, num_bytes: int) -> None:
         """A message has arrived with ``num_bytes``, or will not arrive."""
-        self.reading[who] -= 1
-        if not self.reading[who]:
-            del self.reading[who]
+        left = self.reading.pop(who) - 1
+        if left:
+            self.reading[who] = left
         now = clock.now()
         self._paid_at[who] = paid_at = (
             max(now, self._paid_at.get(who, now)) + 2 * num_bytes * copy_s_per_byte()
@@ -248,7 +248,7 @@ class MessageRoom:
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self.held[who] = self.held.get(who, 0) + num_bytes
-        self.reading[who] += 1
+        self.reading[who] = self.reading.get(who, 0) + 1
 
     def _full(self, why: str) -> MessagesFull:
         self.limited += 1

@@ -7,6 +7,7 @@ none; its limits go by its address.
 from __future__ import annotations
 
 import enum
+import functools
 import ipaddress
 from dataclasses import dataclass
 from urllib.parse import unquote
@@ -84,6 +85,7 @@ _NETWORK_BITS = 64
 """Bits of an IPv6 address that a client cannot choose freely."""
 
 
+@functools.lru_cache
 def needed_scopes(method: str) -> tuple[Scope, ...]:
     """The scopes for a method, of which one is enough. ``method``: for example "/kestrel.v1.VisionService/Query"."""
     if method == _STATISTICS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -244,10 +243,9 @@ class Run:
         note: Callable[[EngineStream], Awaitable[None]] | None = None,
     ) -> PartResult[Part]:
         """Runs a request to its end. ``note`` is called when the engine has accepted it."""
-        turn: AbstractAsyncContextManager[None] = nullcontext()
-        if self._turns is not None:
-            turn = self._turns.of(len(images[0].looks) if images else 1)
-        async with turn:
+        if self._turns is None:
+            return await self._ran(task, request, images, note)
+        async with self._turns.of(len(images[0].looks) if images else 1):
             return await self._ran(task, request, images, note)
 
     async def _ran(
@@ -302,8 +300,10 @@ class Run:
     def whole(self, request: Request, images: Sequence[Any]) -> Request:
         """The request of a task with all that the call says of it."""
         options, call = self._options, self._call
-        return replace(
-            request,
+        return Request(  # Takes half the time of dataclasses.replace.
+            skill=request.skill,
+            arguments=request.arguments,
+            settings=request.settings,
             images=tuple(images),
             adapter=options.adapter,
             request_id=call.request_id,
@@ -334,6 +334,8 @@ class Run:
         model, request_id = self.engine.info.model, self._call.request_id
         self._info = common_pb2.RequestInfo(request_id=request_id, model=model)
         self.images.keep(seen, self._info)
-        await self._call.accept()
+        self._call.greet(
+            self._call.ids
+        )  # The first message and the response wait until it is sent.
         if self._sender is not None:
             await self._sender.send({"started": self.info(seed)})

@@ -132,12 +132,12 @@ def gaze_requests(task: pb.GazeTask, num_images: int) -> list[Request]:
     settings = sampling_settings(task.sampling)
     if task.HasField("max_faces"):
         settings["max_objects"] = task.max_faces
-    return [Request(skill="detect", arguments={"object": FACE}, settings=settings)]
+    return [_request("detect", {"object": FACE}, settings)]
 
 
 def gaze_request(task: pb.GazeTask, eye: Point, **settings: Any) -> Request:
     """``settings``: others than the task's."""
-    return Request(skill="gaze", arguments={"eye": eye}, settings=_settings(task) | settings)
+    return _request("gaze", {"eye": eye}, _settings(task) | settings)
 
 
 def edges_of(box: common_pb2.Box) -> Edges:
@@ -190,7 +190,7 @@ def _samples(
     wanted = task.num_samples if task.HasField("num_samples") else 1
     if not 1 <= wanted <= MAX_SAMPLES:
         raise InvalidRequest("num_samples", f"{wanted} is not in [1, {MAX_SAMPLES}]")
-    return [Request(skill=skill, arguments=arguments, settings=settings)] * wanted
+    return [_request(skill, arguments, settings)] * wanted
 
 
 def _names(
@@ -207,10 +207,12 @@ def _names(
         if name in seen:
             raise InvalidRequest("objects", f"has {name[:40]!r} twice; name each object once")
         seen.add(name)
-    return [
-        Request(skill=skill, arguments={"object": name, **arguments}, settings=settings)
-        for name in names
-    ]
+    return [_request(skill, {"object": name, **arguments}, settings) for name in names]
+
+
+def _request(skill: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Request:
+    """Without an id: the call has it (Run.whole), and to make one takes longer than all else here."""
+    return Request(skill=skill, arguments=arguments, settings=settings, request_id="")
 
 
 def _image_turns(task: pb.QueryTask, num_images: int) -> dict[str, list[int]]:
