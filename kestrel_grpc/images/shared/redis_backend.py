@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,44 +19,6 @@ from ...settings.shared_images import SharedImagesConfig
 from .backend import DamagedValue, owner_key
 
 _CONNECTIONS = 16
-_PUT = """
-local value, index, sum = KEYS[1], KEYS[2], KEYS[3]
-local id, size, limit, ttl = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local function bytes(member) return tonumber(string.match(member, '^(%d+):')) end
-local total = tonumber(redis.call('GET', sum) or '')
-if not total or redis.call('EXISTS', index) == 0 then
-  total = 0
-  for _, member in ipairs(redis.call('ZRANGE', index, 0, -1)) do total = total + bytes(member) end
-end
-local function drop(member)
-  redis.call('ZREM', index, member)
-  total = total - bytes(member)
-end
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now, 'LIMIT', 0, 1000)) do drop(member) end
-local own = size .. ':' .. id
-if redis.call('ZSCORE', index, own) then drop(own) end
-local before = redis.pcall('STRLEN', value)
-if type(before) == 'number' and redis.call('ZSCORE', index, before .. ':' .. id) then drop(before .. ':' .. id) end
-while total + size > limit do
-  local oldest = redis.call('ZRANGE', index, 0, 0)[1]
-  if not oldest then break end
-  drop(oldest)
-  redis.call('UNLINK', index .. ':' .. string.match(oldest, ':(.*)$'))
-end
-redis.call('SET', value, ARGV[1], 'PX', ttl)
-redis.call('ZADD', index, now + ttl, own)
-redis.call('PEXPIRE', index, ttl)
-redis.call('SET', sum, total + size, 'PX', ttl)
-"""
-_DELETE = """
-local member = redis.call('STRLEN', KEYS[1]) .. ':' .. ARGV[1]
-if redis.call('ZREM', KEYS[2], member) == 1 then
-  redis.call('DECRBY', KEYS[3], string.match(member, '^(%d+):'))
-end
-return redis.call('UNLINK', KEYS[1])
-"""
 
 
 class RedisBackend:
@@ -107,8 +70,8 @@ class RedisBackend:
             **tls,
         )
         self._redis = redis.Redis.from_pool(pool)
-        self._put = self._redis.register_script(_PUT)
-        self._delete = self._redis.register_script(_DELETE)
+        self._put = self._redis.register_script(_script("put"))
+        self._delete = self._redis.register_script(_script("delete"))
 
     @asynccontextmanager
     async def opened(self, owner: str, image_id: str) -> AsyncIterator[_Value | None]:
@@ -141,6 +104,10 @@ class _Value:
     async def read(self) -> bytes:
         # The value may have been replaced by a larger one meanwhile.
         return bytes(await self._redis.getrange(self._key, 0, self.num_bytes - 1))
+
+
+def _script(name: str) -> str:
+    return Path(__file__).with_name(f"{name}.lua").read_text(encoding="utf-8")
 
 
 def _keys(owner: str, image_id: str) -> tuple[str, str, str]:
