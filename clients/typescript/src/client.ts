@@ -3,6 +3,13 @@ import { create, type DescService } from "@bufbuild/protobuf";
 import { createClient, type CallOptions as Sending, type Client as ConnectClient } from "@connectrpc/connect";
 
 import { attempts, sleep, type Call } from "./calls/attempts.js";
+import {
+  Batches,
+  type BatchOptions,
+  type BatchRequests,
+  type BatchResult,
+  type BatchResultsOptions,
+} from "./calls/batches.js";
 import { events, type Opening, type StreamEvent } from "./calls/events.js";
 import { frames, type FrameOptions, type FrameResult, type FrameSource } from "./calls/frames.js";
 import { mapped, type MapOptions } from "./calls/mapping.js";
@@ -17,6 +24,7 @@ import {
   UnavailableError,
   type KestrelError,
 } from "./errors.js";
+import type { Batch } from "./gen/kestrel/v1/batch_service_pb.js";
 import { ImageSchema, type Image } from "./gen/kestrel/v1/common_pb.js";
 import { ImageService } from "./gen/kestrel/v1/image_service_pb.js";
 import {
@@ -107,6 +115,7 @@ export class Client {
   readonly #models: ConnectClient<typeof ModelService>;
   readonly #requests: Requests;
   readonly #known: KnownImages;
+  readonly #batches: Batches;
 
   constructor(connection: Connection, platform: Platform, options: KnownImagesOptions) {
     this.#connection = connection;
@@ -118,6 +127,7 @@ export class Client {
     this.#requests = new Requests(connection, platform.readFile, this.#known, async (image, options, about) => {
       return (await this.#put(image, options, about)).imageId;
     });
+    this.#batches = new Batches(connection, platform, this.#requests);
   }
 
   /** Ends the connections, and the calls that are under way. */
@@ -320,6 +330,42 @@ export class Client {
     }
     const { streamFrames } = this.#vision;
     return frames(this.#connection, this.#platform.readFile, streamFrames, tasks, source, options);
+  }
+
+  /**
+   * Leaves requests with the server, like `{ a: ["a.jpg", captionTask()], b: ["b.jpg", { found: detectTask("cup") }] }`,
+   * which it answers at low priority. Not over gRPC-Web. The server needs `--batches`.
+   */
+  createBatch(requests: BatchRequests, options: BatchOptions = {}): Promise<Batch> {
+    return this.#batches.create(requests, options);
+  }
+
+  /** The present state of a batch. Throws NotFoundError, as the next ones. */
+  getBatch(batchId: string, options: CallOptions = {}): Promise<Batch> {
+    return this.#batches.get(batchId, options);
+  }
+
+  /** The caller's batches, the newest first. */
+  listBatches(options: CallOptions = {}): Promise<Batch[]> {
+    return this.#batches.list(options);
+  }
+
+  /** Ends a batch. Its results so far are kept. */
+  cancelBatch(batchId: string, options: CallOptions = {}): Promise<Batch> {
+    return this.#batches.cancel(batchId, options);
+  }
+
+  /** Ends a batch, and deletes it with its results. */
+  deleteBatch(batchId: string, options: CallOptions = {}): Promise<void> {
+    return this.#batches.delete(batchId, options);
+  }
+
+  /**
+   * The results of a batch in the order of its requests, each as soon as it is there, until the batch is done. Goes on
+   * after a broken connection. Leaving the loop does not end the batch. `timeoutMs` is of the whole; default: no limit.
+   */
+  batchResults(batchId: string, options: BatchResultsOptions = {}): AsyncGenerator<BatchResult, void> {
+    return this.#batches.results(batchId, options);
   }
 
   /** Stores an image on the server. Later calls take the handle in place of the image. */

@@ -1,5 +1,6 @@
 /** What the package offers on all platforms. */
 export { fromStatus, toKestrelError } from "./calls/statuses.js";
+export type { BatchOptions, BatchRequests, BatchResult, BatchResultsOptions } from "./calls/batches.js";
 export type { FrameOptions, FrameResult, FrameSource } from "./calls/frames.js";
 export type { MapOptions } from "./calls/mapping.js";
 export type { EmbedOptions } from "./calls/preparing.js";
@@ -47,6 +48,7 @@ export {
   type Turn,
 } from "./tasks.js";
 export { VERSION } from "./version.js";
+export { BatchState, type Batch } from "./gen/kestrel/v1/batch_service_pb.js";
 export {
   FinishReason,
   type Box,

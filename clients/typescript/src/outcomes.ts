@@ -2,6 +2,7 @@
 import { fromStatus } from "./calls/statuses.js";
 import { InvalidRequestError, rpcError, RpcError } from "./errors.js";
 import type { ImageSize, RequestInfo, Usage } from "./gen/kestrel/v1/common_pb.js";
+import type { StreamBatchResultsResponse } from "./gen/kestrel/v1/batch_service_pb.js";
 import type { AnalyzeResponse, TaskResult } from "./gen/kestrel/v1/vision_service_pb.js";
 import { imageSizeOf, toResult, type Results } from "./results.js";
 import type { Task } from "./tasks.js";
@@ -55,7 +56,7 @@ export class Outcomes<M extends object> {
 }
 
 /** The result of one task, or its error. */
-function outcomeOf({ outcome }: TaskResult): Results[keyof Results] | RpcError {
+export function outcomeOf({ outcome }: Pick<TaskResult | StreamBatchResultsResponse, "outcome">): unknown {
   if (outcome.case === undefined) return rpcError(UNKNOWN, "the server sent an outcome that this client does not know");
   return outcome.case === "error" ? fromStatus(outcome.value) : toResult(outcome.value);
 }

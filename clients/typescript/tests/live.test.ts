@@ -2,13 +2,15 @@
 // KESTREL_IMAGE a path: that of the server's demo image. KESTREL_SECURE is a server with TLS that needs KESTREL_TOKEN.
 import assert from "node:assert/strict";
 import { execFile } from "node:child_process";
+import { once } from "node:events";
 import { readFile } from "node:fs/promises";
 import { createServer } from "node:http";
-import type { AddressInfo } from "node:net";
+import { connect, createServer as createRelay, type AddressInfo, type Socket } from "node:net";
 import { after, describe, test } from "node:test";
 import { promisify } from "node:util";
 
 import {
+  BatchState,
   captionTask,
   DeadlineExceededError,
   detectTask,
@@ -18,17 +20,25 @@ import {
   ImageFeatures,
   ImageHandle,
   InvalidArgumentError,
+  InvalidImageError,
+  InvalidRequestError,
   KestrelClient,
   NotFoundError,
+  Outcomes,
   PermissionDeniedError,
   queryTask,
   RequestCancelledError,
+  RpcError,
   similarity,
   skillTask,
   toKestrelError,
   UnauthenticatedError,
   UnavailableError,
   vectors,
+  type BatchRequests,
+  type BatchResult,
+  type DetectResult,
+  type KestrelError,
 } from "kestrel-client";
 import { AdminService } from "kestrel-client/protos";
 import { KestrelClient as WebClient } from "kestrel-client/web";
@@ -278,6 +288,72 @@ test("gRPC alone: paths, uploads in pieces, frames, and AdminService", async () 
     admin.setLogLevel({ level: 1 }),
     (error) => toKestrelError(error) instanceof PermissionDeniedError,
   );
+});
+
+test("batches, whose results go on after a broken connection", async () => {
+  const [host, port] = given("KESTREL_GRPC").split(":");
+  const open = new Set<Socket>();
+  const relay = createRelay((near) => {
+    const far = connect(Number(port), host);
+    for (const [one, other] of [
+      [near, far],
+      [far, near],
+    ] as const) {
+      open.add(one);
+      one.pipe(other).on("error", () => one.destroy());
+    }
+  }).listen(0, "127.0.0.1");
+  await once(relay, "listening");
+  const client = new KestrelClient(`127.0.0.1:${(relay.address() as AddressInfo).port}`);
+  const short = captionTask("short", { temperature: 0, maxTokens: 3 });
+  const requests: BatchRequests = {
+    star: [IMAGE, detectTask("pink star")],
+    both: [PATH, { a: short, b: detectTask("green crescent") }],
+    none: [null, queryTask("Why?", { maxTokens: 2 })],
+    broken: [Uint8Array.of(1, 2, 3), short],
+  };
+  const batch = await client.createBatch(requests);
+  assert.equal(batch.totalRequests, 4);
+  const found: BatchResult[] = [];
+  for await (const result of client.batchResults(batch.batchId)) {
+    found.push(result);
+    for (const socket of open) socket.destroy();
+    open.clear();
+  }
+  assert.deepEqual(
+    found.map(({ customId, index }) => [customId, index]),
+    Object.keys(requests).map((customId, index) => [customId, index]),
+  );
+  const [star, both, none, broken] = found.map(({ outcome }) => outcome);
+  assert.equal((star as DetectResult).detections.length, 1);
+  assert.ok(both instanceof Outcomes && both.keys.length === 2 && both.get("a") && none && !(none instanceof RpcError));
+  assert.ok(broken instanceof InvalidArgumentError);
+  const state = await client.getBatch(batch.batchId);
+  assert.deepEqual([state.state, state.done, state.failedRequests], [BatchState.COMPLETED, true, 1]);
+  const { value: last } = await client.batchResults(batch.batchId, { startIndex: 3 }).next();
+  assert.equal(last && last.customId, "broken");
+  assert.equal((await client.cancelBatch(batch.batchId)).state, BatchState.COMPLETED);
+  assert.ok((await client.listBatches()).some((each) => each.batchId === batch.batchId));
+  await client.deleteBatch(batch.batchId);
+  await assert.rejects(client.getBatch(batch.batchId), NotFoundError);
+  const unreadable: BatchRequests = { ...requests, lost: ["/no/such.png", short] };
+  await assert.rejects(client.createBatch(unreadable), InvalidImageError);
+  const leftOut = new Map<string, KestrelError>();
+  const rest = await client.createBatch(unreadable, { leftOut, offPeak: true });
+  assert.deepEqual([rest.totalRequests, rest.offPeak, ...leftOut.keys()], [4, true, "lost"]);
+  const signal = AbortSignal.timeout(50);
+  await assert.rejects(client.batchResults(rest.batchId, { signal }).next(), RequestCancelledError);
+  await assert.rejects(client.batchResults(rest.batchId, { timeoutMs: 50 }).next(), DeadlineExceededError);
+  await client.deleteBatch(rest.batchId);
+  for (const wrong of [{}, { "": requests["star"] }, { a: [IMAGE] }]) {
+    await assert.rejects(client.createBatch(wrong as BatchRequests), /requests(: must be 1 to|\[".*"\]: )/);
+  }
+  for (const startIndex of [-1, 0.5, 2 ** 31]) {
+    await assert.rejects(client.batchResults(rest.batchId, { startIndex }).next(), InvalidRequestError);
+  }
+  await assert.rejects(web.createBatch(requests), InvalidRequestError);
+  client.close();
+  relay.close();
 });
 
 test("TLS and tokens", async () => {

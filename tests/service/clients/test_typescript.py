@@ -44,9 +44,10 @@ def built() -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(authority, server_pair) -> Iterator[dict[str, str]]:
+def servers(authority, server_pair, tmp_path_factory) -> Iterator[dict[str, str]]:
     """kestrel-tiny on both ports, and once more with TLS and a key; as the variables that the SDK's tests read."""
     plain = ("--http-listen", "127.0.0.1:0", "--http-allow-origins", "*")
+    plain += ("--batches", tmp_path_factory.mktemp("batches") / "batches.db")
     secure = ("--tls-cert", server_pair.cert, "--tls-key", server_pair.key)
     with ExitStack() as stack:
         started = [
