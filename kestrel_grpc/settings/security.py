@@ -82,7 +82,11 @@ class CallLimits:
     """Limits of one principal, and of all principals together. None means no limit. Raises ConfigError."""
 
     calls: int | None = CALLS.setting(
-        1024, "limit on a caller's calls in progress", flag="--max-calls", low=0, high=_MOST
+        1024,
+        "limit on a caller's calls in progress; with --workers, each worker counts alone",
+        flag="--max-calls",
+        low=0,
+        high=_MOST,
     )
     held_bytes: int | None = CALLS.setting(
         GIB,
@@ -92,7 +96,7 @@ class CallLimits:
     )
     rate: float | None = CALLS.setting(
         None,
-        "limit on a caller's calls per second, averaged over time",
+        "limit on a caller's calls per second, averaged over time; with --workers, each worker counts alone",
         metavar="PER_SECOND",
         low=0,
         high=_MOST,
