@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from .tables import LONGEST_ID, MOST_REQUESTS
+from .tables import LONGEST_ID, MOST_REQUESTS, fault
 
 _MOST_LINES = 2 * MOST_REQUESTS
 """Empty ones count too."""
@@ -38,20 +38,11 @@ def read_requests(
             names.add(name)
             requests.append((name, body))
         except ValueError as error:
-            errors.append(
-                {"code": "invalid_request", "line": number, "message": str(error), "param": None}
-            )
+            errors.append(fault("invalid_request", str(error), number))
             if len(errors) == _MOST_ERRORS or number > _MOST_LINES:
                 break
     if not requests and not errors:
-        errors.append(
-            {
-                "code": "empty_file",
-                "line": None,
-                "message": "the file has no requests",
-                "param": None,
-            }
-        )
+        errors.append(fault("empty_file", "the file has no requests"))
     return requests, errors
 
 

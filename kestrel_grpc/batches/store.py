@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, zip_longest
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kestrel_engine import ConfigError, EngineOverloaded, InvalidRequest, clock
 
@@ -21,10 +21,34 @@ from ..settings.batches import BatchesConfig
 from .tables import MOST_FILES, Arriving, NewBatch, Place, Result, Tables, Waiting, full, places
 
 _T = TypeVar("_T")
-
+_P = ParamSpec("_P")
 
 ReadRequests = Callable[[bytes, str], tuple[list[tuple[str, bytes]], list[dict[str, Any]]]]
 """From a file and an endpoint to the ids and bodies of requests, and what is wrong with the lines."""
+
+
+def _on_thread(
+    method: Callable[Concatenate[BatchStore, _P], _T],
+) -> Callable[Concatenate[BatchStore, _P], Coroutine[Any, Any, _T]]:
+    """Runs a method of the store on its thread."""
+
+    @functools.wraps(method)
+    async def run(store: BatchStore, /, *args: _P.args, **named: _P.kwargs) -> _T:
+        return await store._run(functools.partial(method, store, *args, **named))
+
+    return run
+
+
+def _as_transaction(
+    method: Callable[Concatenate[BatchStore, _P], _T],
+) -> Callable[Concatenate[BatchStore, _P], Coroutine[Any, Any, _T]]:
+    """As ``_on_thread``, in one transaction. Raises EngineOverloaded if the file can't be written."""
+
+    @functools.wraps(method)
+    async def change(store: BatchStore, /, *args: _P.args, **named: _P.kwargs) -> _T:
+        return await store._change(functools.partial(method, store, *args, **named))
+
+    return change
 
 
 class BatchStore:
@@ -57,7 +81,6 @@ class BatchStore:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _change(self, work: Callable[[], _T]) -> _T:
-        """Runs ``work`` as one transaction. Raises EngineOverloaded if the file can't be written."""
 
         loop = asyncio.get_running_loop()
 
@@ -85,44 +108,33 @@ class BatchStore:
 
     # Files
 
-    async def add_file(self, owner: Principal, name: str, content: bytes) -> dict[str, Any]:
+    @_as_transaction
+    def add_file(self, owner: Principal, name: str, content: bytes) -> dict[str, Any]:
         """Raises EngineOverloaded if the caller has too many files or bytes."""
-
-        def add() -> dict[str, Any]:
-            self._tables.check_share(owner.name, len(content))
-            held = self._tables.one("SELECT count(*) FROM files WHERE owner = ?", owner.name)[0]
-            if held >= MOST_FILES:
-                raise full(owner.name, "files", held, MOST_FILES)
-            return self._tables.file(
-                self._tables.insert_file(owner.name, "batch", name, len(content), content)
-            )
-
-        return await self._change(add)
-
-    async def files(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
-        """As ``batches``."""
         tables = self._tables
-        return await self._run(
-            lambda: [tables.file(each) for each in tables.page("files", owner, after, limit)]
-        )
+        tables.check_share(owner.name, len(content))
+        held = tables.one("SELECT count(*) FROM files WHERE owner = ?", owner.name)[0]
+        if held >= MOST_FILES:
+            raise full(owner.name, "files", held, MOST_FILES)
+        file_id = tables.insert_file(owner.name, "batch", name, len(content), content)
+        return tables.owned("files", owner, file_id)
 
-    async def file(self, owner: Principal, file_id: str) -> dict[str, Any]:
+    @_on_thread
+    def files(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
+        """As of ``Tables.page``."""
+        return self._tables.page("files", owner, after, limit)
+
+    @_on_thread
+    def file(self, owner: Principal, file_id: str) -> dict[str, Any]:
         """Raises StoredNotFound, as the next ones."""
-        return await self._run(
-            lambda: self._tables.file(self._tables.owned("files", owner, file_id)["id"])
-        )
+        return self._tables.owned("files", owner, file_id)
 
-    async def delete_file(self, owner: Principal, file_id: str) -> None:
-        def delete() -> None:
-            file = self._tables.owned("files", owner, file_id)
-            self._tables.db.execute("DELETE FROM files WHERE id = ?", (file_id,))
-            if file["batch_id"] is not None:
-                self._tables.db.execute(
-                    "DELETE FROM requests WHERE batch_id = ? AND succeeded = ?",
-                    (file["batch_id"], file["succeeded"]),
-                )
-
-        await self._change(delete)
+    @_as_transaction
+    def delete_file(self, owner: Principal, file_id: str) -> None:
+        file = self._tables.owned("files", owner, file_id)
+        self._tables.db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        query = "DELETE FROM requests WHERE batch_id = ? AND succeeded = ?"
+        self._tables.db.execute(query, (file["batch_id"], file["succeeded"]))
 
     async def content(self, owner: Principal, file_id: str) -> AsyncIterator[bytes]:
         """The content of a file, in pieces."""
@@ -136,114 +148,88 @@ class BatchStore:
 
     # Batches
 
-    async def add_batch(
-        self, owner: Principal, asked: NewBatch, read: ReadRequests
-    ) -> dict[str, Any]:
+    @_as_transaction
+    def add_batch(self, owner: Principal, asked: NewBatch, read: ReadRequests) -> dict[str, Any]:
         """A batch whose file is invalid has failed. Raises StoredNotFound, EngineOverloaded."""
+        tables = self._tables
+        file = tables.owned("files", owner, asked.input_file_id, "input_file_id")
+        if file["batch_id"] is not None:
+            raise InvalidRequest("input_file_id", "is an output; upload the requests as a file")
+        tables.check_share(owner.name, file["bytes"])
+        tables.check_open(owner)
+        content: bytes = tables.one("SELECT content FROM files WHERE id = ?", file["id"])[0]
+        requests, errors = read(content, asked.endpoint)
+        batch = Arriving(owner, bytes=file["bytes"], total=len(requests))
+        tables.insert_batch(batch, asked, errors)
+        if not errors:
+            tables.insert_requests(batch.batch_id, 0, requests)
+        return tables.owned("batches", owner, batch.batch_id)
 
-        def add() -> dict[str, Any]:
-            file = self._tables.owned("files", owner, asked.input_file_id, "input_file_id")
-            if file["batch_id"] is not None:
-                raise InvalidRequest("input_file_id", "is an output; upload the requests as a file")
-            self._tables.check_share(owner.name, file["bytes"])
-            self._tables.check_open(owner)
-            query = "SELECT content FROM files WHERE id = ?"
-            content: bytes = self._tables.one(query, file["id"])[0]
-            requests, errors = read(content, asked.endpoint)
-            batch = Arriving(owner, bytes=file["bytes"], total=len(requests))
-            self._tables.insert_batch(batch, asked, errors)
-            if not errors:
-                self._tables.insert_requests(batch.batch_id, 0, requests)
-            return self._tables.batch(batch.batch_id)
-
-        return await self._change(add)
-
-    async def add_requests(self, batch: Arriving, requests: Sequence[tuple[str, bytes]]) -> None:
+    @_as_transaction
+    def add_requests(self, batch: Arriving, requests: Sequence[tuple[str, bytes]]) -> None:
         """The next requests of a batch: their ids and bodies. Raises EngineOverloaded."""
+        more = sum(len(body) for _, body in requests)
+        self._tables.check_share(batch.owner.name, more)
+        self._tables.check_open(batch.owner)
+        self._tables.insert_requests(batch.batch_id, batch.total, requests)
+        batch.bytes, batch.total = batch.bytes + more, batch.total + len(requests)
+        self._tables.arriving[batch.batch_id] = batch
 
-        def add() -> None:
-            more = sum(len(body) for _, body in requests)
-            self._tables.check_share(batch.owner.name, more)
-            self._tables.check_open(batch.owner)
-            self._tables.insert_requests(batch.batch_id, batch.total, requests)
-            batch.bytes, batch.total = batch.bytes + more, batch.total + len(requests)
-            self._tables.arriving[batch.batch_id] = batch
-
-        await self._change(add)
-
-    async def start_batch(self, batch: Arriving, asked: NewBatch) -> dict[str, Any]:
+    @_as_transaction
+    def start_batch(self, batch: Arriving, asked: NewBatch) -> dict[str, Any]:
         """The batch, whose requests are there. Raises InvalidRequest, EngineOverloaded."""
-
-        def start() -> dict[str, Any]:
-            query = (
-                "SELECT custom_id FROM requests WHERE batch_id = ? GROUP BY 1 HAVING count(*) > 1"
-            )
-            if (twice := self._tables.one(query, batch.batch_id)) is not None:
-                raise InvalidRequest("request.custom_id", f"{twice[0]!r} stands twice")
-            self._tables.check_open(batch.owner)
-            self._tables.insert_batch(batch, asked, [])
-            self._tables.arriving.pop(batch.batch_id, None)
-            return self._tables.batch(batch.batch_id)
-
-        return await self._change(start)
+        query = "SELECT custom_id FROM requests WHERE batch_id = ? GROUP BY 1 HAVING count(*) > 1"
+        if (twice := self._tables.one(query, batch.batch_id)) is not None:
+            raise InvalidRequest("request.custom_id", f"{twice[0]!r} stands twice")
+        self._tables.check_open(batch.owner)
+        self._tables.insert_batch(batch, asked, [])
+        self._tables.arriving.pop(batch.batch_id, None)
+        return self._tables.owned("batches", batch.owner, batch.batch_id)
 
     async def drop(self, batch: Arriving) -> None:
         """Deletes a batch whose caller does not get its id. Idempotent. No cancellation stops it."""
+        await asyncio.shield(self._drop(batch))
 
-        def drop() -> None:
-            self._tables.arriving.pop(batch.batch_id, None)
-            self._tables.delete_batch(batch.batch_id)
+    @_as_transaction
+    def _drop(self, batch: Arriving) -> None:
+        self._tables.arriving.pop(batch.batch_id, None)
+        self._tables.delete_batch(batch.batch_id)
 
-        await asyncio.shield(self._change(drop))
+    @_on_thread
+    def batches(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
+        """As of ``Tables.page``."""
+        return self._tables.page("batches", owner, after, limit)
 
-    async def batches(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
-        """Newest first. ``after``: the id of the last one that the caller knows; "" for the first ones. Raises
-        StoredNotFound."""
-        tables = self._tables
-        return await self._run(
-            lambda: [tables.batch(each) for each in tables.page("batches", owner, after, limit)]
-        )
+    @_on_thread
+    def batch(self, owner: Principal, batch_id: str) -> dict[str, Any]:
+        """Raises StoredNotFound, as the next ones."""
+        return self._tables.owned("batches", owner, batch_id)
 
-    async def batch(self, owner: Principal, batch_id: str) -> dict[str, Any]:
-        """Raises StoredNotFound, as the next one."""
-        return await self._run(
-            lambda: self._tables.batch(self._tables.owned("batches", owner, batch_id)["id"])
-        )
-
-    async def cancel(self, owner: Principal, batch_id: str) -> dict[str, Any]:
+    @_as_transaction
+    def cancel(self, owner: Principal, batch_id: str) -> dict[str, Any]:
         """Ends a batch. Its answers so far are kept."""
+        if self._tables.owned("batches", owner, batch_id)["ended_at"] is None:
+            self._tables.end(batch_id, "cancelled")
+        return self._tables.owned("batches", owner, batch_id)
 
-        def cancel() -> dict[str, Any]:
-            if self._tables.owned("batches", owner, batch_id)["ended_at"] is None:
-                self._tables.end(batch_id, "cancelled")
-            return self._tables.batch(batch_id)
+    @_as_transaction
+    def delete_batch(self, owner: Principal, batch_id: str) -> None:
+        """Deletes a batch and its results."""
+        self._tables.owned("batches", owner, batch_id)
+        self._tables.delete_batch(batch_id)
 
-        return await self._change(cancel)
-
-    async def delete_batch(self, owner: Principal, batch_id: str) -> None:
-        """Deletes a batch and its results. Raises StoredNotFound."""
-
-        def delete() -> None:
-            self._tables.owned("batches", owner, batch_id)
-            self._tables.delete_batch(batch_id)
-
-        await self._change(delete)
-
-    async def results(
+    @_on_thread
+    def results(
         self, owner: Principal, batch_id: str, at: int
     ) -> tuple[dict[str, Any], list[Result]]:
-        """The batch, and some of its answers from number ``at`` on, up to the first one that is not there yet. Raises
-        StoredNotFound."""
-
-        def results() -> tuple[dict[str, Any], list[Result]]:
-            batch = self._tables.batch(self._tables.owned("batches", owner, batch_id)["id"])
-            return batch, self._tables.results(batch_id, at)
-
-        return await self._run(results)
+        """The batch, and some of its answers from number ``at`` on, up to the first one that is not there yet."""
+        batch = self._tables.owned("batches", owner, batch_id)
+        return batch, self._tables.results(batch_id, at)
 
     # Answering
 
-    async def claim(
+    @_on_thread
+    def claim(
         self,
         most: int,
         endpoints: Collection[str],
@@ -257,56 +243,45 @@ class BatchStore:
         batches that wait for that."""
         if most <= 0:
             return []
-        owners = (
+        tables = self._tables
+        query = (
             "SELECT DISTINCT owner FROM batches WHERE ended_at IS NULL "
             f"AND owner NOT IN ({places(paused)})"
         )
+        names = [row[0] for row in tables.db.execute(query, (*paused,)).fetchall()]
+        lists = [tables.waiting(each, most, endpoints, taken, is_off_peak) for each in names]
+        turns = chain.from_iterable(zip_longest(*lists))
+        found = [each for each in turns if each is not None][:most]
+        query = "SELECT body FROM requests WHERE batch_id = ? AND number = ?"
+        return [each._replace(body=tables.one(query, *each.place)[0]) for each in found]
 
-        def claim() -> list[Waiting]:
-            tables = self._tables
-            names = [row[0] for row in tables.db.execute(owners, (*paused,)).fetchall()]
-            lists = [tables.waiting(each, most, endpoints, taken, is_off_peak) for each in names]
-            turns = chain.from_iterable(zip_longest(*lists))
-            found = [each for each in turns if each is not None][:most]
-            query = "SELECT body FROM requests WHERE batch_id = ? AND number = ?"
-            return [each._replace(body=tables.one(query, *each.place)[0]) for each in found]
-
-        return await self._run(claim)
-
-    async def answer(self, request: Waiting, line: bytes, succeeded: bool) -> None:
+    @_as_transaction
+    def answer(self, request: Waiting, line: bytes, succeeded: bool) -> None:
         """Stores the answer to a request, unless its batch has ended. The last one ends the batch."""
+        tables, batch_id = self._tables, request.batch_id
+        query = (
+            "UPDATE requests SET line = ?, succeeded = ?, body = NULL "
+            "WHERE batch_id = ? AND number = ? AND line IS NULL"
+        )
+        if not tables.db.execute(query, (line, succeeded, *request.place)).rowcount:
+            return
+        counter = "completed" if succeeded else "failed"
+        query = f"UPDATE batches SET {counter} = {counter} + 1, bytes = bytes + ? WHERE id = ?"
+        tables.db.execute(query, (len(line), batch_id))
+        query = "SELECT total - completed - failed FROM batches WHERE id = ?"
+        if tables.one(query, batch_id)[0] == 0:
+            tables.end(batch_id, "completed")
+        else:
+            tables.end_if_full(request)
 
-        def answer() -> None:
-            key = request.place
-            stored = self._tables.db.execute(
-                "UPDATE requests SET line = ?, succeeded = ?, body = NULL "
-                "WHERE batch_id = ? AND number = ? AND line IS NULL",
-                (line, succeeded, *key),
-            )
-            if not stored.rowcount:
-                return
-            counter = "completed" if succeeded else "failed"
-            query = f"UPDATE batches SET {counter} = {counter} + 1, bytes = bytes + ? WHERE id = ?"
-            self._tables.db.execute(query, (len(line), key[0]))
-            query = "SELECT total - completed - failed FROM batches WHERE id = ?"
-            if self._tables.one(query, key[0])[0] == 0:
-                self._tables.end(key[0], "completed")
-            else:
-                self._tables.end_if_full(request)
-
-        await self._change(answer)
-
-    async def expire(self) -> None:
+    @_as_transaction
+    def expire(self) -> None:
         """Ends the batches whose time is over, and deletes what is kept no longer."""
-
-        def expire() -> None:
-            now = int(clock.wall())
-            late = "SELECT id FROM batches WHERE ended_at IS NULL AND expires_at <= ?"
-            for (batch_id,) in self._tables.db.execute(late, (now,)).fetchall():
-                self._tables.end(batch_id, "expired")
-            old = "SELECT id FROM batches WHERE ended_at IS NOT NULL AND kept_until <= ?"
-            for (batch_id,) in self._tables.db.execute(old, (now,)).fetchall():
-                self._tables.delete_batch(batch_id)
-            self._tables.db.execute("DELETE FROM files WHERE expires_at <= ?", (now,))
-
-        await self._change(expire)
+        db, now = self._tables.db, int(clock.wall())
+        late = "SELECT id FROM batches WHERE ended_at IS NULL AND expires_at <= ?"
+        for (batch_id,) in db.execute(late, (now,)).fetchall():
+            self._tables.end(batch_id, "expired")
+        old = "SELECT id FROM batches WHERE ended_at IS NOT NULL AND kept_until <= ?"
+        for (batch_id,) in db.execute(old, (now,)).fetchall():
+            self._tables.delete_batch(batch_id)
+        db.execute("DELETE FROM files WHERE expires_at <= ?", (now,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +32,10 @@ _DAY_S = 86_400.0
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _LIMITS = ("weight", "minute_tokens", "day_tokens")
 _COLUMNS = {
-    "files": "rowid, id, bytes, created_at, batch_id, succeeded",
-    "batches": "id, ended_at, created_at",
+    "files": "rowid, id, bytes, created_at, expires_at, filename, purpose, batch_id, succeeded",
+    "batches": "*",
 }
+"""Without the content of a file."""
 
 
 Place = tuple[str, int]
@@ -102,31 +102,28 @@ class Tables:
     def one(self, query: str, *values: Any) -> Any:
         return self.db.execute(query, values).fetchone()
 
-    def owned(self, table: str, owner: Principal, name: str, field: str = "id") -> sqlite3.Row:
+    def owned(self, table: str, owner: Principal, name: str, field: str = "id") -> dict[str, Any]:
         """The row of a caller's file or batch, which ``field`` names. Raises StoredNotFound."""
-        names = _COLUMNS[table]
-        query = f"SELECT {names} FROM {table} WHERE id = ? AND owner = ?"
-        row: sqlite3.Row | None = None
-        if _ID.fullmatch(name):
-            row = self.one(query, name, owner.name)
+        query = f"SELECT {_COLUMNS[table]} FROM {table} WHERE id = ? AND owner = ?"
+        row = self.one(query, name, owner.name) if _ID.fullmatch(name) else None
         if row is None:
-            raise StoredNotFound(
-                field, f"you have no {'file' if table == 'files' else 'batch'} {name[:100]!r}"
-            )
-        return row
+            kind = "file" if table == "files" else "batch"
+            raise StoredNotFound(field, f"you have no {kind} {name[:100]!r}")
+        return dict(row)
 
-    def page(self, table: str, owner: Principal, after: str, limit: int) -> list[str]:
-        """Ids of a caller's files or batches, the newest first. ``after``: the last one that the caller knows; "" for
-        the first page. Raises StoredNotFound."""
+    def page(self, table: str, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
+        """The rows of a caller's files or batches, the newest first. ``after``: the id of the last one that the caller
+        knows; "" for the first page. Raises StoredNotFound."""
         rest, known = "", list[Any]()
         if after:
             rest = "AND created_at <= ? AND (created_at < ? OR id > ?)"
             last = self.owned(table, owner, after, "after")["created_at"]
             known = [last, last, after]
         query = (
-            f"SELECT id FROM {table} WHERE owner = ? {rest} ORDER BY created_at DESC, id LIMIT ?"
+            f"SELECT {_COLUMNS[table]} FROM {table} WHERE owner = ? {rest} "
+            "ORDER BY created_at DESC, id LIMIT ?"
         )
-        return [row[0] for row in self.db.execute(query, (owner.name, *known, limit))]
+        return [dict(row) for row in self.db.execute(query, (owner.name, *known, limit))]
 
     def check_open(self, owner: Principal) -> None:
         """Raises EngineOverloaded if the caller has too many batches that have not ended."""
@@ -187,10 +184,10 @@ class Tables:
         try:
             self.check_share(request.owner.name, 0)
         except EngineOverloaded as full:
-            error = {"code": "store_full", "line": None, "message": str(full), "param": None}
             self.end(request.batch_id, "failed")
             query = "UPDATE batches SET errors = ? WHERE id = ?"
-            self.db.execute(query, (json.dumps([error]), request.batch_id))
+            errors = json.dumps([fault("store_full", str(full))])
+            self.db.execute(query, (errors, request.batch_id))
 
     def insert_file(
         self, owner: str, purpose: str, name: str, num_bytes: int, *content: Any
@@ -200,13 +197,6 @@ class Tables:
         values = (file_id, owner, purpose, name, num_bytes, now, self.kept_until(now), *content)
         self.db.execute("INSERT INTO files VALUES (?,?,?,?,?,?,?,?,?,?)", values)
         return file_id
-
-    def file(self, file_id: str) -> dict[str, Any]:
-        names = "id, bytes, created_at, expires_at, filename, purpose"
-        return dict(self.one(f"SELECT {names} FROM files WHERE id = ?", file_id))
-
-    def batch(self, batch_id: str) -> dict[str, Any]:
-        return dict(self.one("SELECT * FROM batches WHERE id = ?", batch_id))
 
     def piece(self, owner: Principal, file_id: str, at: int) -> tuple[bytes, int]:
         """A piece of a file's content, and where the next one begins."""
@@ -299,6 +289,11 @@ class Tables:
 def _caller(owner: Principal) -> str:
     """What limits a caller, beside its name, as JSON."""
     return json.dumps({name: getattr(owner, name) for name in _LIMITS})
+
+
+def fault(code: str, message: str, line: int | None = None) -> dict[str, Any]:
+    """What is wrong with a batch, or with a line of its file, as OpenAI's clients read it."""
+    return {"code": code, "line": line, "message": message, "param": None}
 
 
 def places(values: Collection[Any]) -> str:

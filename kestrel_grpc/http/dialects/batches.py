@@ -62,10 +62,7 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
         """``types``: those of a body that says nothing; None without a body."""
 
         def read(scope: Scope, body: bytes | bytearray) -> ServiceCall:
-            async def behaviour(message: Any, context: Context) -> Any:
-                return await work(current.get().principal, scope)
-
-            return ServiceCall(Empty(), behaviour, lambda values: values)
+            return _call(lambda message: work(current.get().principal, scope))
 
         return Endpoint(
             f"{_METHODS}{name}", read, is_raw=True, takes_body=types is not None, types=types or ()
@@ -74,20 +71,20 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
     def upload(scope: Scope, body: bytes | bytearray) -> ServiceCall:
         name, content = _uploaded(scope, body)
 
-        async def behaviour(message: BytesValue, context: Context) -> Any:
+        async def add(message: Any) -> Any:
             return _file(await store.add_file(current.get().principal, name, message.value))
 
-        return ServiceCall(BytesValue(value=content), behaviour, lambda values: values)
+        return _call(add, BytesValue(value=content))
 
     def create(fields: Fields) -> ServiceCall:
         asked = _new_batch(fields)
 
-        async def behaviour(message: Any, context: Context) -> Any:
+        async def add(message: Any) -> Any:
             made = await store.add_batch(current.get().principal, asked, read_requests)
             runner.wake()
             return _batch(made)
 
-        return ServiceCall(Empty(), behaviour, lambda values: values)
+        return _call(add)
 
     def content(scope: Scope, body: bytes | bytearray) -> ServiceCall:
         async def behaviour(message: Any, context: Context) -> None:
@@ -136,6 +133,11 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
     }
 
 
+def _call(work: Callable[[Any], Awaitable[Any]], message: Any = None) -> ServiceCall:
+    given = Empty() if message is None else message
+    return ServiceCall(given, lambda request, _: work(request), lambda found: found)
+
+
 def _id(scope: Scope) -> str:
     return str(scope["path_params"]["id"])
 
@@ -158,7 +160,8 @@ def _page(scope: Scope, usual: int, most: int) -> tuple[str, int]:
 
 
 def _file(stored: Mapping[str, Any]) -> dict[str, Any]:
-    return {**stored, "object": "file", "status": "processed"}
+    names = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
+    return {**{name: stored[name] for name in names}, "object": "file", "status": "processed"}
 
 
 def _batch(stored: Mapping[str, Any]) -> dict[str, Any]:
