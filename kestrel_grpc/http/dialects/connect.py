@@ -23,14 +23,14 @@ from urllib.parse import parse_qsl
 import orjson
 from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor_pb2 import MethodOptions
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from kestrel_engine import InvalidRequest
 
 from ...edge.calls.call import Call
 from ...edge.failures.errors import UnsupportedBody
 from ...edge.failures.statuses import complaint, pushback
-from ...edge.messages.incoming import EOF, Incoming, check_fields, inflate, is_compressed
+from ...edge.messages.incoming import EOF, Incoming, inflate, is_compressed
 from ...security.admission.admission import MessageTooLarge
 from ..body import BODY_COPIES, Arriving, check_compression, largest_body
 from ..context import Receive, Scope
@@ -38,9 +38,9 @@ from ..edge import Endpoint, ServiceCall
 from ..forms import JSON, ByteResponse, ErrorResponse
 from ..refusals import Rename, headers_of, status_of_code
 from ..services import HttpServices
+from .envelopes import HEAD_BYTES, envelope, parse_proto, take_head
 from .proto_json import parse_json, to_json
 
-_HEAD_BYTES = 5
 _COMPRESSED, _END = 1, 2
 """Flags of an envelope."""
 _STREAM_ENCODING = b"connect-content-encoding"
@@ -88,20 +88,11 @@ class _Codec:
     def whole(self, response: Message) -> ByteResponse:
         return ByteResponse(self.write(response), self.unary_type)
 
-    def envelope(self, response: Message) -> Iterable[bytes]:
-        yield _envelope(0, self.write(response))
+    def enveloped(self, response: Message) -> Iterable[bytes]:
+        yield envelope(0, self.write(response))
 
 
-def _parse_proto(data: _Data, message: Any) -> None:
-    try:
-        with memoryview(data) as view:
-            check_fields(view, message.DESCRIPTOR)
-            message.ParseFromString(view)
-    except DecodeError:
-        raise InvalidRequest("", "the request is not a valid message of its type") from None
-
-
-_PROTO = _Codec("proto", _parse_proto, lambda message: message.SerializeToString())
+_PROTO = _Codec("proto", parse_proto, lambda message: message.SerializeToString())
 _JSON = _Codec("json", parse_json, to_json)
 _CODECS = {codec.name: codec for codec in (_PROTO, _JSON)}
 
@@ -130,9 +121,9 @@ def _posted(path: str, method: Any, behaviour: Any, codec: _Codec, largest: int)
     def read(scope: Scope, body: bytearray) -> ServiceCall:
         is_gzip = _is_gzip(_checked(scope), encoding)
         if streams:
-            is_gzip = _take_head(body, is_gzip)
+            is_gzip = _is_compressed(take_head(body, "envelope"), is_gzip)
         message = codec.read(kind(), body, largest, is_gzip)
-        return ServiceCall(message, behaviour, codec.whole, codec.envelope if streams else None)
+        return ServiceCall(message, behaviour, codec.whole, codec.enveloped if streams else None)
 
     return Endpoint(
         path,
@@ -154,7 +145,7 @@ def _uploaded(path: str, method: Any, behaviour: Any, codec: _Codec) -> Endpoint
         messages = _Uploaded(arriving, kind, codec, _is_gzip(_checked(scope), _STREAM_ENCODING))
 
         def whole(response: Message) -> ByteResponse:
-            parts = (*codec.envelope(response), form.ending)
+            parts = (*codec.enveloped(response), form.ending)
             return ByteResponse(b"".join(parts), codec.stream_type)
 
         return ServiceCall(messages.all(), behaviour, whole)
@@ -196,21 +187,21 @@ class _Envelopes:
 
     async def read(self) -> Any:
         """The next content; EOF after the last one. Raises InvalidRequest, MessageTooLarge, CancelledError."""
-        await self._wait_for(_HEAD_BYTES)
+        await self._wait_for(HEAD_BYTES)
         if not self._arrived:
             return EOF
-        _check_flags(flags := self._arrived[0], self._may_be_gzip)
-        length = int.from_bytes(self._arrived[1:_HEAD_BYTES])
+        is_gzip = _is_compressed(self._arrived[0], self._may_be_gzip)
+        length = int.from_bytes(self._arrived[1:HEAD_BYTES])
         if length > self._largest:
             raise MessageTooLarge(
                 "", f"the message has {length} bytes; the limit is {self._largest}"
             )
-        await self._wait_for(end := _HEAD_BYTES + length)
+        await self._wait_for(end := HEAD_BYTES + length)
         if len(self._arrived) < end:
             raise InvalidRequest("", "the body ends within an envelope")
-        content = bytes(self._arrived[_HEAD_BYTES:end])
+        content = bytes(self._arrived[HEAD_BYTES:end])
         del self._arrived[:end]
-        if flags and content and not is_compressed(content):
+        if is_gzip and content and not is_compressed(content):
             raise InvalidRequest("", "the compressed message cannot be decompressed")
         return content
 
@@ -281,24 +272,8 @@ def _queried(query: bytes) -> tuple[_Codec, bytes, bool]:
     return codec, data, compression != "identity"
 
 
-def _take_head(body: bytearray, may_be_gzip: bool) -> bool:
-    """Removes the head of the only envelope of a body. Returns whether the rest is compressed. Raises
-    InvalidRequest."""
-    if len(body) < _HEAD_BYTES:
-        raise InvalidRequest("", "the body holds no whole envelope")
-    flags, length = body[0], int.from_bytes(body[1:_HEAD_BYTES])
-    _check_flags(flags, may_be_gzip)
-    if length != (following := len(body) - _HEAD_BYTES):
-        raise InvalidRequest(
-            "",
-            f"the envelope announces {length} bytes, but {following} follow; the method takes one message",
-        )
-    del body[:_HEAD_BYTES]
-    return bool(flags)
-
-
-def _check_flags(flags: int, may_be_gzip: bool) -> None:
-    """Raises InvalidRequest."""
+def _is_compressed(flags: int, may_be_gzip: bool) -> bool:
+    """Whether the flags of an envelope say so. Raises InvalidRequest."""
     if flags & ~_COMPRESSED:
         raise InvalidRequest(
             "", f"an envelope of a request must have the flags 0 or 1, got {flags}"
@@ -307,6 +282,7 @@ def _check_flags(flags: int, may_be_gzip: bool) -> None:
         raise InvalidRequest(
             "", "a message is compressed, but the header connect-content-encoding is missing"
         )
+    return bool(flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +294,7 @@ class _Form:
 
     @property
     def ending(self) -> bytes:
-        return _envelope(_END, b"{}")
+        return envelope(_END, b"{}")
 
     def error_response(self, error: Exception, call: Call, rename: Rename) -> ErrorResponse:
         described = complaint(error, call.request_id)
@@ -333,7 +309,7 @@ class _Form:
             status = 415
         elif self.streams:
             end = {"error": error_body, "metadata": {key: [value] for key, value in trailers}}
-            last = _envelope(_END, orjson.dumps(end))
+            last = envelope(_END, orjson.dumps(end))
             return ErrorResponse(200, ByteResponse(last, self.stream_type), last)
         prefixed = ((f"trailer-{key}".encode(), value.encode()) for key, value in trailers)
         whole = ByteResponse(orjson.dumps(error_body), JSON, (*headers_of(error), *prefixed))
@@ -344,10 +320,6 @@ def _detail(detail: Message) -> dict[str, Any]:
     value = base64.b64encode(detail.SerializeToString()).rstrip(b"=").decode()
     shown = json_format.MessageToDict(detail)
     return {"type": detail.DESCRIPTOR.full_name, "value": value, "debug": shown}
-
-
-def _envelope(flags: int, content: bytes) -> bytes:
-    return bytes([flags]) + len(content).to_bytes(_HEAD_BYTES - 1) + content
 
 
 def _timeout_s(scope: Scope) -> float | None:

@@ -17,24 +17,21 @@ from urllib.parse import quote
 
 import grpc
 from google.protobuf import message_factory
-from google.protobuf.message import DecodeError
 
 from kestrel_engine import InvalidRequest
 
 from ...edge.calls.call import Call
 from ...edge.failures.errors import UnsupportedBody
 from ...edge.failures.statuses import status_of
-from ...edge.messages.incoming import check_fields
-from ...security.admission.admission import MessageTooLarge
 from ..context import Scope
 from ..edge import Endpoint, ServiceCall
 from ..forms import ByteResponse, ErrorResponse
 from ..refusals import Rename
 from ..services import HttpServices
+from .envelopes import envelope, parse_proto, take_head
 
 _TYPE = b"application/grpc-web+proto"
 _TYPES = (_TYPE, b"application/grpc-web")
-_HEAD_BYTES = 5
 _MESSAGE, _TRAILERS = 0, 0x80
 """Flags of a frame. Another bit means a compressed message."""
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
@@ -56,35 +53,20 @@ def _endpoint(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
     kind = message_factory.GetMessageClass(method.input_type)
     events = _frames if method.server_streaming else None
 
-    def read(scope: Scope, body: bytes | bytearray) -> ServiceCall:
+    def read(scope: Scope, body: bytearray) -> ServiceCall:
         return ServiceCall(_message(kind(), largest, scope, body), behaviour, _whole, events)
 
     return Endpoint(path, read, types=_TYPES, form=_Form(), is_raw=True, timeout_s=_timeout_s)
 
 
-def _message(message: Any, largest: int, scope: Scope, body: bytes | bytearray) -> Any:
+def _message(message: Any, largest: int, scope: Scope, body: bytearray) -> Any:
     """``message``, with what the body of a request holds. Raises InvalidRequest, MessageTooLarge."""
     headers = dict(scope["headers"])
     if b"grpc-timeout" in headers and _timeout_s(scope) is None:
         raise InvalidRequest("", "the header grpc-timeout must be 1 to 8 digits and a unit")
-    if len(body) < _HEAD_BYTES:
-        raise InvalidRequest("", "the body holds no whole frame")
-    flags, length = body[0], int.from_bytes(body[1:_HEAD_BYTES])
-    if flags != _MESSAGE:
+    if take_head(body, "frame", largest) != _MESSAGE:
         raise InvalidRequest("", "the message is compressed; this port takes plain messages")
-    if length > largest:
-        raise MessageTooLarge("", f"the message has {length} bytes; the limit is {largest}")
-    if length != len(body) - _HEAD_BYTES:
-        raise InvalidRequest(
-            "",
-            f"the frame announces {length} bytes, but {len(body) - _HEAD_BYTES} follow; a call has one message",
-        )
-    try:
-        with memoryview(body) as view:
-            check_fields(view[_HEAD_BYTES:], message.DESCRIPTOR)
-            message.ParseFromString(view[_HEAD_BYTES:])
-    except DecodeError:
-        raise InvalidRequest("", "the request is not a valid message of its type") from None
+    parse_proto(body, message)
     return message
 
 
@@ -104,12 +86,12 @@ class _Form:
 
 
 def _frames(message: Any) -> Iterable[bytes]:
-    yield _frame(_MESSAGE, message.SerializeToString())
+    yield envelope(_MESSAGE, message.SerializeToString())
 
 
 def _whole(response: Any) -> ByteResponse:
     trailers = _trailers(grpc.StatusCode.OK, "", ())
-    return ByteResponse(_frame(_MESSAGE, response.SerializeToString()) + trailers, _TYPE)
+    return ByteResponse(envelope(_MESSAGE, response.SerializeToString()) + trailers, _TYPE)
 
 
 def _trailers(
@@ -120,11 +102,7 @@ def _trailers(
         if isinstance(value, bytes):
             value = base64.b64encode(value).decode()
         lines.append((key, value))
-    return _frame(_TRAILERS, "".join(f"{key}: {value}\r\n" for key, value in lines).encode())
-
-
-def _frame(flags: int, content: bytes) -> bytes:
-    return bytes([flags]) + len(content).to_bytes(_HEAD_BYTES - 1) + content
+    return envelope(_TRAILERS, "".join(f"{key}: {value}\r\n" for key, value in lines).encode())
 
 
 def _timeout_s(scope: Scope) -> float | None:

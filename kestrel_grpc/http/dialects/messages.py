@@ -6,6 +6,7 @@ The messages are a conversation, which asks what it asks in chat completions (as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -62,9 +63,7 @@ MESSAGES = KnownFields(
     ),
     remedy=_REMEDY,
 )
-_COUNTED = KnownFields(
-    "count_tokens", _ASKED, refused=MESSAGES.refused, ignored=MESSAGES.ignored, remedy=_REMEDY
-)
+_COUNTED = replace(MESSAGES, where="count_tokens", honoured=_ASKED)
 _IGNORED_IN_BLOCKS = frozenset({"cache_control", "citations"})
 BLOCKS = {
     kind: KnownFields(

@@ -7,7 +7,7 @@ responses, so each request has its whole conversation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -69,9 +69,7 @@ RESPONSES = KnownFields(
     ),
     remedy=_REMEDY,
 )
-_COUNTED = KnownFields(
-    "input_tokens", _ASKED, refused=RESPONSES.refused, ignored=RESPONSES.ignored, remedy=_REMEDY
-)
+_COUNTED = replace(RESPONSES, where="input_tokens", honoured=_ASKED)
 ITEM = KnownFields(
     "items of input",
     CHAT_MESSAGE.honoured | {"type"},
