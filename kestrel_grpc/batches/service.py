@@ -40,6 +40,7 @@ _ARRIVING_BYTES = 1024 * 1024
 """So many bytes of requests are stored together."""
 _MOST_LISTED, _USUALLY_LISTED = 100, 20
 _LONGEST_ID = 64
+_TOTAL = ("info", "total_requests")
 _T = TypeVar("_T")
 _INLINE_BYTES = 64 * 1024
 _A_MOMENT_S = 0.05
@@ -67,17 +68,29 @@ class BatchService(BatchServiceServicer):
     async def CreateBatch(  # type: ignore[override]
         self, requests: AsyncIterator[pb.CreateBatchRequest], context: Context
     ) -> pb.CreateBatchResponse:
-        runner = self._taking
-        new = _NewBatch(runner, Arriving(current.get().principal))
+        runner, arriving = self._taking, Arriving(current.get().principal)
+        info: pb.BatchInfo | None = None
+        held, num_bytes = list[tuple[str, bytes]](), 0  # Requests that are not stored yet.
         try:
             async for message in requests:
-                await new.add(message)
-            await asyncio.sleep(
-                _A_MOMENT_S
-            )  # A cancellation arrives a moment after the last message.
-            made = await new.start()
+                count = arriving.total + len(held)
+                if message.WhichOneof("part") == "info":
+                    if count or info is not None:
+                        raise InvalidRequest("info", "must be the first message, and only that")
+                    info = _checked_info(message.info)
+                    continue
+                held.append(_checked_request(message, count))
+                num_bytes += len(held[-1][1])
+                if num_bytes >= _ARRIVING_BYTES:
+                    await runner.store.add_requests(arriving, held)
+                    held, num_bytes = [], 0
+            # A cancellation arrives a moment after the last message.
+            await asyncio.sleep(_A_MOMENT_S)
+            await runner.store.add_requests(arriving, held)
+            asked = _new_batch(info or pb.BatchInfo(), arriving.total)
+            made = await runner.store.start_batch(arriving, asked)
         except BaseException:
-            await runner.store.drop(new.arriving)
+            await runner.store.drop(arriving)
             raise
         runner.wake()
         return pb.CreateBatchResponse(batch=_batch(made))
@@ -149,65 +162,36 @@ class BatchService(BatchServiceServicer):
             await changed.wait()
 
 
-class _NewBatch:
-    """A batch whose messages arrive."""
+def _checked_info(info: pb.BatchInfo) -> pb.BatchInfo:
+    """Raises InvalidRequest."""
+    if info.HasField("total_requests") and not 1 <= info.total_requests <= MOST_REQUESTS:
+        raise InvalidRequest(_TOTAL, f"is {info.total_requests}; must be 1 to {MOST_REQUESTS}")
+    return info
 
-    def __init__(self, runner: BatchRunner, arriving: Arriving) -> None:
-        self._store, self.arriving = runner.store, arriving
-        self._info: pb.BatchInfo | None = None
-        self._held: list[tuple[str, bytes]] = []
-        """Requests that are not stored yet."""
-        self._num_bytes = 0
 
-    async def add(self, message: pb.CreateBatchRequest) -> None:
-        """Raises InvalidRequest, EngineOverloaded."""
-        part, count = message.WhichOneof("part"), self.arriving.total + len(self._held)
-        if part == "info":
-            if count or self._info is not None:
-                raise InvalidRequest("info", "must be the first message, and only that")
-            self._info = message.info
-            if self._info.HasField("total_requests"):
-                most = self._info.total_requests
-                if not 1 <= most <= MOST_REQUESTS:
-                    raise InvalidRequest(
-                        ("info", "total_requests"), f"is {most}; must be 1 to {MOST_REQUESTS}"
-                    )
-            return
-        if part is None:
-            raise InvalidRequest("", "the message is empty; set info or request")
-        request = message.request
-        if not 1 <= len(request.custom_id) <= LONGEST_ID:
-            raise InvalidRequest(
-                ("request", "custom_id"),
-                f"of request {count} must have 1 to {LONGEST_ID} characters",
-            )
-        if request.WhichOneof("request") is None:
-            raise InvalidRequest("request", f"{count} is empty; set query, detect or another one")
-        if count == MOST_REQUESTS:
-            raise InvalidRequest("request", f"there are more than {MOST_REQUESTS}")
-        self._held.append((request.custom_id, request.SerializeToString()))
-        self._num_bytes += len(self._held[-1][1])
-        if self._num_bytes >= _ARRIVING_BYTES:
-            await self._store_held()
+def _checked_request(message: pb.CreateBatchRequest, count: int) -> tuple[str, bytes]:
+    """The id and the body of the request after ``count`` others. Raises InvalidRequest."""
+    request = message.request
+    if not message.HasField("request"):
+        raise InvalidRequest("", "the message is empty; set info or request")
+    if not 1 <= len(request.custom_id) <= LONGEST_ID:
+        why = f"of request {count} must have 1 to {LONGEST_ID} characters"
+        raise InvalidRequest(("request", "custom_id"), why)
+    if request.WhichOneof("request") is None:
+        raise InvalidRequest("request", f"{count} is empty; set query, detect or another one")
+    if count == MOST_REQUESTS:
+        raise InvalidRequest("request", f"there are more than {MOST_REQUESTS}")
+    return request.custom_id, request.SerializeToString()
 
-    async def start(self) -> dict[str, Any]:
-        """Raises InvalidRequest, EngineOverloaded."""
-        await self._store_held()
-        total, info = self.arriving.total, self._info or pb.BatchInfo()
-        if not total:
-            raise InvalidRequest("request", "is required; the batch has no request")
-        if info.HasField("total_requests") and total != info.total_requests:
-            raise InvalidRequest(
-                ("info", "total_requests"),
-                f"is {info.total_requests}, but {total} requests arrived; nothing is stored",
-            )
-        return await self._store.start_batch(
-            self.arriving, NewBatch(ENDPOINT, off_peak=info.off_peak)
-        )
 
-    async def _store_held(self) -> None:
-        held, self._held, self._num_bytes = self._held, [], 0
-        await self._store.add_requests(self.arriving, held)
+def _new_batch(info: pb.BatchInfo, total: int) -> NewBatch:
+    """Raises InvalidRequest unless all requests have arrived."""
+    if not total:
+        raise InvalidRequest("request", "is required; the batch has no request")
+    if info.HasField("total_requests") and total != info.total_requests:
+        why = f"is {info.total_requests}, but {total} requests arrived; nothing is stored"
+        raise InvalidRequest(_TOTAL, why)
+    return NewBatch(ENDPOINT, off_peak=info.off_peak)
 
 
 class TypedRequests:
