@@ -112,6 +112,8 @@ class Batches(ServerFacts):
         ``requests``: all those of ``create_batch``; results then know their images and questions. Others raise
         InvalidRequestError. ``timeout``: of the whole iteration; default: none.
         """
+        if requests is not None:
+            check_requests(requests)
         request = build(
             pb.StreamBatchResultsRequest,
             batch_id=batch_id,
