@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import full_attention
 from .kv_format import UNSCALED, Scales, gather, store
 
 
@@ -126,6 +127,8 @@ class PrefixAttention:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
     """Attention of [positions, heads, head_dim], in the same shape. torch's kernels compute the softmax in float32."""
+    if span.mask is None and not span.causal:
+        return full_attention.attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)).squeeze(0)
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),

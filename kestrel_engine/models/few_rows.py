@@ -133,18 +133,6 @@ def _int8_width(features: Mapping[str, bool]) -> int:
     return 512 if features.get("avx512vnni") else 256 if features.get("avxvnni") else 0
 
 
-@cache
-def _bfloat() -> Any:
-    """llvmlite knows no bfloat16."""
-    from llvmlite import ir
-
-    class BFloat(ir.Type):  # type: ignore[misc]
-        def _to_string(self) -> str:
-            return "bfloat"
-
-    return BFloat()
-
-
 class Code(host_code.Code):
     """Each thread computes its rows of W."""
 
@@ -242,7 +230,7 @@ class Code(host_code.Code):
     def _products_of_bf16(self, total: Any, w: Any, x: Any) -> Any:
         b = self._b
         if self._has_bf16:
-            pairs = self._vector(_bfloat(), 32)
+            pairs = self._vector(host_code.bfloat(), 32)
             kinds = (self._floats, self._floats, pairs, pairs)
             dot = self._known("llvm.x86.avx512bf16.dpbf16ps.512", *kinds)
             return b.call(dot, [total, b.bitcast(w, pairs), b.bitcast(x, pairs)])

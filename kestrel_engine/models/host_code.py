@@ -85,6 +85,18 @@ def compiled(code: Code) -> Callable[..., None]:
     return run
 
 
+@cache
+def bfloat() -> Any:
+    """llvmlite knows no bfloat16."""
+    from llvmlite import ir
+
+    class BFloat(ir.Type):  # type: ignore[misc]
+        def _to_string(self) -> str:
+            return "bfloat"
+
+    return BFloat()
+
+
 class Code:
     """The functions of one module: ``run`` prepares and starts the threads, each of which computes its share. They take
     a structure of whole numbers of 64 bits: pointers and sizes by the names ``arguments``, then the number of threads.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types.model_config import VisionConfig
+from . import full_attention
 from .layers import LayerNorm, Linear, Mlp, Tensors
 from .low_rank import Adapters
 
@@ -39,9 +40,7 @@ class VisionBlock:
         crops, patch_count, dim = x.shape
         fused = self.qkv(self.ln1(x), adapters)
         heads = fused.view(crops, patch_count, 3, self.n_heads, dim // self.n_heads)
-        q, k, v = (each.transpose(1, 2) for each in heads.unbind(2))
-        attended = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2), adapters)
+        x = x + self.proj(full_attention.attend(*heads.unbind(2)).flatten(2), adapters)
         return x + self.mlp(self.ln2(x), adapters)
 
 

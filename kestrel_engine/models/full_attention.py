@@ -1,0 +1,203 @@
+"""Attention of many queries to the same keys on a CPU, in bfloat16, compiled by LLVM for the processor at hand.
+
+A thread computes some rows of queries at a time: all of their scores, which stay in its caches in float32, then the
+softmax, then the sums of values. Products are bfloat16 pairs with sums in float32. torch's kernel reaches a third of
+the processor's rate at the tower's shapes. A row's result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import few_rows, host_code
+from .host_code import LANES
+
+MOST_SIZE, FEWEST = 128, 64
+"""The largest head, and the fewest queries."""
+_ROWS = 8
+"""Queries that a thread computes together."""
+_COLUMNS = 3 * LANES
+"""Keys, and numbers of a value, whose sums are in registers together."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns the attention of all queries of a crop or sequence to all its keys, in the shape of ``q``.
+
+    ``q``: [n, queries, heads, head_dim]. ``k``, ``v``: [n, keys, heads, head_dim]. The softmax is float32.
+    """
+    if _takes(q, k, v):
+        return torch.stack([_attend(*each) for each in zip(q, k, v, strict=True)])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    size = q.shape[-1]
+    return (
+        q.device.type == "cpu"
+        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and q.shape[1] >= FEWEST
+        and size % 8 == 0
+        and size <= MOST_SIZE
+        and q.stride()[2:] == (size, 1)
+        and not torch.is_grad_enabled()
+        and few_rows.available()
+        and bool(host_code.features().get("avx512bf16"))
+    )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    queries, heads, size = q.shape
+    keys, padded = len(k), -len(k) % _COLUMNS + len(k)
+    wide = -(-size // LANES) * LANES
+    # Pairs of numbers of a key, and numbers of a pair of values, are next to each other.
+    of_keys = torch.zeros(heads, size // 2, padded, 2, dtype=q.dtype)
+    of_keys[:, :, :keys] = k.reshape(keys, heads, -1, 2).permute(1, 2, 0, 3)
+    of_values = torch.zeros(heads, padded // 2, wide, 2, dtype=q.dtype)
+    of_values[:, : (keys + 1) // 2, :size, 0] = v[0::2].transpose(0, 1)
+    of_values[:, : keys // 2, :size, 1] = v[1::2].transpose(0, 1)
+    scores = torch.empty(torch.get_num_threads(), _ROWS, padded, dtype=torch.float32)
+    out = torch.empty(queries, heads, size, dtype=q.dtype)
+    pointers = (tensor.data_ptr() for tensor in (q, of_keys, of_values, scores, out))
+    _compiled(size)(*pointers, queries, keys, padded, heads, q.stride(0))
+    return out
+
+
+@cache
+def _compiled(size: int) -> Callable[..., None]:
+    return host_code.compiled(_Code(size))
+
+
+class _Code(host_code.Code):
+    """Each thread computes its share of the heads' blocks of queries, head by head."""
+
+    arguments = (
+        *("q", "of_keys", "of_values", "scores", "out"),  # pointers
+        *("queries", "keys", "padded", "heads", "stride"),
+    )
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"full_attention_{size}")
+        self._head, self._wide = size, -(-size // LANES) * LANES
+
+    def _share(self) -> None:
+        b, long = self._b, self._long
+        queries, padded = self._size("queries"), self._size("padded")
+        blocks = b.sdiv(b.add(queries, long(_ROWS - 1)), long(_ROWS))
+        first, end = self._part(b.mul(self._size("heads"), blocks))
+        thread = b.sext(b.call(self._known("omp_get_thread_num", self._word), []), long)
+        begin = b.mul(thread, b.mul(padded, long(_ROWS)))
+        lines = [b.add(begin, b.mul(padded, long(r))) for r in range(_ROWS)]
+        last = b.sub(queries, long(1))
+        with self._loop(first, end, 1) as item:
+            head = b.sdiv(item, blocks)
+            start = b.mul(b.srem(item, blocks), long(_ROWS))
+            # A block beyond the end computes the last query again.
+            rows = [b.add(start, long(r)) for r in range(_ROWS)]
+            rows = [b.select(b.icmp_signed("<", row, last), row, last) for row in rows]
+            self._score(head, rows, lines)
+            with self._loop(long(0), long(_ROWS), 1) as r:
+                self._softmax(b.add(begin, b.mul(padded, r)))
+            self._add_values(head, rows, lines)
+
+    def _score(self, head: Any, rows: list[Any], lines: list[Any]) -> None:
+        b, long, padded = self._b, self._long, self._size("padded")
+        stride, of_head = self._size("stride"), b.mul(head, long(self._head))
+        places = [b.sdiv(b.add(b.mul(row, stride), of_head), long(2)) for row in rows]  # of pairs
+        begin = b.mul(head, b.mul(padded, long(self._head // 2)))
+        with self._loop(long(0), padded, _COLUMNS) as key:
+            start, pairs = b.add(begin, key), long(self._head // 2)
+            sums = self._products("q", places, "of_keys", start, padded, pairs, 3)
+            for line, of_row in zip(lines, sums, strict=True):
+                for i, total in enumerate(of_row):
+                    at = b.add(b.add(line, key), long(i * LANES))
+                    b.store(total, self._at("scores", at, self._float), align=4)
+
+    def _softmax(self, line: Any) -> None:
+        """Writes a row's exponentials in bfloat16 over its scores, and one over their sum where its last score was."""
+        b, long = self._b, self._long
+        keys, padded = self._size("keys"), self._size("padded")
+        lanes = self._ir.Constant(self._words, list(range(LANES)))
+        lowest = self._splat(self._float(-math.inf))
+        largest = self._known("llvm.vector.reduce.fmax.v16f32", self._float, self._floats)
+        top, total = self._variable(self._floats), self._variable(self._floats)
+        b.store(lowest, top)
+        with self._loop(long(0), padded, LANES) as key:
+            place = b.add(line, key)
+            left = self._splat_word(b.trunc(b.sub(keys, key), self._word))
+            x = self._load("scores", place, self._floats)
+            x = b.select(b.icmp_signed("<", lanes, left), x, lowest)
+            b.store(x, self._at("scores", place, self._float), align=4)
+            most = b.load(top, typ=self._floats)
+            b.store(b.select(b.fcmp_ordered(">", x, most), x, most), top)
+        most = self._splat(b.call(largest, [b.load(top, typ=self._floats)]))
+        scale = self._splat(self._float(self._head**-0.5))
+        halves = b.mul(line, long(2))
+        with self._loop(long(0), padded, LANES) as key:
+            x = b.fsub(self._load("scores", b.add(line, key), self._floats), most)
+            x = self._exp(b.fmul(x, scale))
+            b.store(b.fadd(b.load(total, typ=self._floats), x), total)
+            narrow = b.fptrunc(x, self._vector(host_code.bfloat()))
+            b.store(narrow, self._at("scores", b.add(halves, key), self._half), align=2)
+        inverse = b.fdiv(self._float(1.0), self._sum(b.load(total, typ=self._floats)))
+        b.store(inverse, self._at("scores", self._last_of(line), self._float))
+
+    def _last_of(self, line: Any) -> Any:
+        return self._b.add(line, self._b.sub(self._size("padded"), self._long(1)))
+
+    def _add_values(self, head: Any, rows: list[Any], lines: list[Any]) -> None:
+        b, long = self._b, self._long
+        pairs = b.sdiv(self._size("padded"), long(2))
+        begin, heads = b.mul(head, b.mul(pairs, long(self._wide))), self._size("heads")
+        outs = [b.mul(b.add(b.mul(row, heads), head), long(self._head)) for row in rows]
+        for column in range(0, self._wide, _COLUMNS):
+            count = min(_COLUMNS, self._wide - column) // LANES
+            start = b.add(begin, long(column))
+            sums = self._products(
+                "scores", lines, "of_values", start, long(self._wide), pairs, count
+            )
+            for out, line, of_row in zip(outs, lines, sums, strict=True):
+                inverse = self._load("scores", self._last_of(line), self._float)
+                for i, total in enumerate(of_row):
+                    y = b.fmul(total, self._splat(inverse))
+                    y = b.fptrunc(y, self._vector(host_code.bfloat()))
+                    at = column + i * LANES
+                    if at + LANES > self._head:
+                        places = self._ir.Constant(self._vector(self._word, 8), list(range(8)))
+                        y = b.shuffle_vector(y, y, places)
+                    place = self._at("out", b.add(out, long(at)), self._half)
+                    b.store(y, place, align=2)
+
+    def _products(
+        self, x: str, places: list[Any], y: str, start: Any, stride: Any, pairs: Any, count: int
+    ) -> list[list[Any]]:
+        """Sums of ``pairs`` products of pairs: for each of ``places`` in ``x``, ``count`` vectors of ``y``, whose rows
+        of pairs are ``stride`` apart."""
+        b, kind = self._b, self._vector(host_code.bfloat(), 32)
+        kinds = (self._floats, self._floats, kind, kind)
+        dot = self._known("llvm.x86.avx512bf16.dpbf16ps.512", *kinds)
+        totals = [[self._variable(self._floats) for _ in range(count)] for _ in places]
+        with self._loop(self._long(0), pairs, 1) as pair:
+            at = b.add(start, b.mul(pair, stride))
+            vectors = [
+                b.bitcast(self._load(y, b.add(at, self._long(i * LANES)), self._words, 4), kind)
+                for i in range(count)
+            ]
+            for place, of_row in zip(places, totals, strict=True):
+                number = self._load(x, b.add(place, pair), self._word)
+                splat = b.bitcast(self._splat_word(number), kind)
+                for vector, total in zip(vectors, of_row, strict=True):
+                    b.store(b.call(dot, [b.load(total, typ=self._floats), splat, vector]), total)
+        return [[b.load(total, typ=self._floats) for total in of_row] for of_row in totals]
+
+    def _splat_word(self, number: Any) -> Any:
+        none = self._ir.Constant(self._words, self._ir.Undefined)
+        first = self._b.insert_element(none, number, self._word(0))
+        return self._b.shuffle_vector(first, none, self._ir.Constant(self._words, [0] * LANES))

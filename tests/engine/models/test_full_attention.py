@@ -1,0 +1,68 @@
+"""Attention of many queries on a CPU agrees with torch's float32, whatever the sizes, and row by row with itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kestrel_engine.models import few_rows, full_attention, host_code
+from kestrel_engine.models.full_attention import attend
+
+compiled = pytest.mark.skipif(
+    not (few_rows.available() and host_code.features().get("avx512bf16")),
+    reason="needs a processor with products of bfloat16, and llvmlite",
+)
+
+
+def inputs(queries, keys, heads, size):
+    """Queries, keys and values as slices of one product, as in the tower."""
+    fused = torch.randn(2, max(queries, keys), 3, heads, size).mul_(2).bfloat16()
+    q, k, v = fused.unbind(2)
+    return q[:, :queries], k[:, :keys], v[:, :keys]
+
+
+def expected(q, k, v):
+    wide = (x.float().transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*wide).transpose(1, 2)
+
+
+@compiled
+@pytest.mark.parametrize(("queries", "keys"), [(64, 96), (75, 75), (66, 101), (70, 1)])
+@pytest.mark.parametrize("size", [8, 64, 72, 128])
+def test_every_size_agrees_with_float32(queries, keys, size):
+    torch.manual_seed(size + keys)
+    with torch.inference_mode():
+        q, k, v = inputs(queries, keys, 3, size)
+        assert full_attention._takes(q, k, v)
+        found = attend(q, k, v)
+    assert found.shape == q.shape and found.dtype == q.dtype
+    torch.testing.assert_close(found.float(), expected(q, k, v), rtol=2**-7, atol=2**-6)
+
+
+@compiled
+@torch.inference_mode()
+def test_large_scores_and_numbers_that_are_not_finite_stay_in_their_row():
+    q, k, v = inputs(67, 90, 2, 72)
+    few = attend(q * 64, k * 64, v)
+    assert few.isfinite().all()
+    # The padding has scores of 0, which exceed all scores of this row.
+    low = attend(-q.abs() * 64, k.abs() * 64, v)
+    torch.testing.assert_close(
+        low.float(), expected(-q.abs() * 64, k.abs() * 64, v), rtol=2**-7, atol=2**-5
+    )
+    whole = attend(q, k, v)
+    assert torch.equal(attend(q[:, 1:], k, v), whole[:, 1:]), "a row depends on its block"
+    q[0, 3, 1] = torch.nan
+    found = attend(q, k, v)
+    assert found[0, 3, 1].isnan().all()
+    found[0, 3, 1] = whole[0, 3, 1]
+    assert torch.equal(found, whole)
+
+
+def test_float32_and_few_queries_are_torchs():
+    q, k, v = inputs(70, 90, 2, 64)
+    wide = [x.float() for x in (q, k, v)]
+    assert torch.equal(attend(*wide), expected(q, k, v))
+    with torch.inference_mode():
+        assert not full_attention._takes(*wide)
+        assert not full_attention._takes(q[:, :63], k, v)
+    assert not full_attention._takes(q, k, v), "it has no gradients"
