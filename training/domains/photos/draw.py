@@ -191,9 +191,9 @@ def _with_article(words: str) -> str:
     return words if bare else with_article(words)
 
 
-def _this(rng: random.Random, things: Sequence[_Thing], noun: str) -> list[Ask]:
+def _this(rng: random.Random, things: Sequence[_Thing], noun: str, most: int) -> list[Ask]:
     asks = []
-    for thing in rng.sample(things, min(4, len(things))):
+    for thing in rng.sample(things, min(most, len(things))):
         kind, said = (f"{noun} name", thing.name) if thing.name else (f"{noun} outside", UNKNOWN)
         ref = thing.box if rng.random() < 0.5 else centre(thing.box)
         refs = () if len(things) == 1 and rng.random() < 0.8 else (ref,)
@@ -272,7 +272,11 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
             else:
                 box = _photo(rng, ground, image, place)
         things.append(_Thing("" if name in others else name, kind, label, box))
-    asks = _this(rng, things, noun) + _presence(rng, things, noun) + _caption(things, noun, width)
+    asks = (
+        _this(rng, things, noun, 4 if held else 10)
+        + _presence(rng, things, noun)
+        + _caption(things, noun, width)
+    )
     asks += [_seek(rng, things, noun, skill, width) for skill in ("detect", "point")]
     if not fills:
         asks.append(_amounts(rng, things, noun))

@@ -8,7 +8,7 @@ from functools import cache
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import off_topic
 from training.domains.picture import Mark, Picture
-from training.domains.screens.questions import ask_about
+from training.domains.screens.questions import absent, ask_about
 from training.sources import icon_names
 
 
@@ -21,6 +21,8 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         if name:
             elements.append({**e, "name": name})
     asks = ask_about(rng, elements, place, width)
+    if not held:
+        asks += absent(rng, elements)
     if rng.random() < 0.2:
         asks.append(off_topic(rng))
     marks = [Mark(place.box(e["box"]), f"screen {e['role']}") for e in elements]

@@ -26,7 +26,7 @@ def ask_about(rng: random.Random, elements: list[Element], place: Place, width: 
     """All questions of a page, in a random order."""
     asks = [ask for element in elements for ask in _about_one(rng, element, place)]
     asks += _about_all(rng, elements, place, width)
-    asks += _absent(rng, elements)
+    asks += absent(rng, elements)
     rng.shuffle(asks)
     return asks
 
@@ -121,7 +121,7 @@ def _about_all(
         yield read(rng, "screens buttons", ways, ", ".join(e["name"] for e in order))
 
 
-def _absent(rng: random.Random, elements: list[Element]) -> Iterator[Ask]:
+def absent(rng: random.Random, elements: list[Element]) -> Iterator[Ask]:
     there = {e["name"].lower() for e in elements} | {e.get("value", "").lower() for e in elements}
     name = rng.choice([n for n in ACTIONS + FIELDS + OPTIONS + SECTIONS if n.lower() not in there])
     thing = "button" if name in ACTIONS else "field" if name in FIELDS else "option"
