@@ -1,8 +1,8 @@
 """ImageMemory: which images are being encoded, and which embeddings and crops' features the runtime keeps.
 
 Owns, by content key, how many crops were scheduled and how many sequences use the image. Embeddings without users stay
-until there are more than ``capacity``, in case an image's pages are evicted; the least recently used goes first. An
-image with ``keeps_features`` is dropped as soon as it has no users.
+until there are more than ``capacity``, in case an image's pages are evicted; the least recently used goes first. Their
+pixels and crops do not stay. An image with ``keeps_features`` is dropped as soon as it has no users.
 """
 
 from __future__ import annotations
@@ -87,13 +87,16 @@ class CropFeatures:
 
 @dataclass(slots=True)
 class _Held:
-    image: PreparedImage
+    """``image``: None without users, because its pixels and crops take more memory than the embedding may."""
+
+    num_crops: int
+    image: PreparedImage | None = None
     users: int = 0
     num_scheduled: int = 0
 
     @property
     def is_encoded(self) -> bool:
-        return self.num_scheduled == self.image.num_crops
+        return self.num_scheduled == self.num_crops
 
 
 class ImageMemory:
@@ -110,9 +113,11 @@ class ImageMemory:
         """Adds a user. An image that the runtime doesn't hold joins the queue for encoding."""
         held = self._held.get(image.key)
         if held is None:
-            held = self._held[image.key] = _Held(image)
+            held = self._held[image.key] = _Held(image.num_crops)
             if self._dropped.pop(image.key, False):
                 held.num_scheduled = image.num_crops
+        if held.image is None:
+            held.image = image
         held.users += 1
         if held.is_encoded:
             self._held.move_to_end(image.key)
@@ -120,10 +125,12 @@ class ImageMemory:
     def release(self, key: str) -> None:
         """Removes a user. An image without users may be dropped."""
         held = self._held[key]
-        assert held.users > 0, f"image {key} is released once too often"
+        assert held.users > 0 and held.image, f"image {key} is released once too often"
         held.users -= 1
-        if held.users == 0 and (not held.is_encoded or held.image.keeps_features):
-            self._drop(key)
+        if held.users == 0:
+            if not held.is_encoded or held.image.keeps_features:
+                self._drop(key)
+            held.image = None
         idle = [k for k, h in self._held.items() if h.users == 0]
         for each in idle[: max(0, len(idle) - self._capacity)]:
             self._drop(each)
@@ -135,10 +142,11 @@ class ImageMemory:
     def encode(self, key: str, max_crops: int) -> EncodeSlice:
         """Schedules further crops of an image: up to ``max_crops`` to encode, and those between them that are kept."""
         held = self._held[key]
-        first = held.num_scheduled
-        keys = held.image.crop_keys or ()
+        image, first = held.image, held.num_scheduled
+        assert image is not None, f"image {key} has no user"
+        keys = image.crop_keys or ()
         reused, kept = [], []
-        while held.num_scheduled < held.image.num_crops:
+        while held.num_scheduled < held.num_crops:
             index = held.num_scheduled
             crop_key = keys[index] if index < len(keys) else None
             if crop_key is not None and crop_key in self.crops:
@@ -150,7 +158,7 @@ class ImageMemory:
             held.num_scheduled += 1
         assert held.num_scheduled > first, f"image {key} has no crop left"
         self.crops.use(keys[index] for index in reused)
-        return EncodeSlice(held.image, first, held.num_scheduled, tuple(reused), tuple(kept))
+        return EncodeSlice(image, first, held.num_scheduled, tuple(reused), tuple(kept))
 
     def take_dropped(self) -> dict[str, bool]:
         """Keys that the runtime may drop, each with whether the runtime holds its whole embedding. Each key is returned
@@ -199,6 +207,9 @@ class ImageMemory:
         assert sum(1 for h in self._held.values() if h.users == 0) <= self._capacity
         assert all(h.is_encoded or h.users for h in self._held.values()), (
             "a half encoded image has no user"
+        )
+        assert all((h.image is None) == (h.users == 0) for h in self._held.values()), (
+            "an image without users takes memory"
         )
         assert not self._dropped.keys() & {k for k, h in self._held.items() if h.num_scheduled}
 
