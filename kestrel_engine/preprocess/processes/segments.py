@@ -81,6 +81,21 @@ def map_segment(descriptor: int, shape: tuple[int, ...]) -> np.ndarray:
     if address == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-    memory = (ctypes.c_uint8 * size).from_address(address)
+    memory = _Mapping(address, size)
     weakref.finalize(memory, _LIBC.munmap, address, size).atexit = False
-    return np.frombuffer(memoryview(memory), np.uint8).reshape(shape)
+    return np.asarray(memory).reshape(shape)
+
+
+class _Mapping:
+    """Memory as NumPy's array interface, which the arrays that read it keep. A ctypes array would need a type for each
+    size, and types are reference cycles: they would stay until the garbage collector runs."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

@@ -1,5 +1,6 @@
 """Segments: memory that a decoder fills and this process maps."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -65,6 +66,18 @@ def test_the_memory_lives_as_long_as_its_arrays():
     assert part[0].tolist() == list(range(100, 110))
     del part
     assert mappings() == before
+
+
+def test_images_of_many_sizes_leave_nothing_for_the_garbage_collector(segment):
+    os.ftruncate(segment, 300_000)
+    gc.collect()
+    gc.disable()
+    try:
+        for size in range(299_000, 299_100):
+            map_segment(segment, (size,))
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="segments are mapped on Linux")
