@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pyvips
 
@@ -23,6 +24,8 @@ from kestrel_client import (
     NotFoundError,
     QueryTask,
 )
+from kestrel_client.calls.prepared_call import PreparedCall
+from kestrel_client.errors import STATUS_DROPPED
 from kestrel_grpc.batches import running
 from kestrel_grpc.batches.store import BatchStore
 from kestrel_grpc.cli.program import main
@@ -212,8 +215,23 @@ def test_flags_that_do_not_fit(tmp_path, capsys):
         assert part in capsys.readouterr().err
 
 
-async def test_a_server_without_batches_is_named(serve):
+async def test_a_server_without_batches_is_named(serve, monkeypatch):
+    """Even if gRPC has dropped its status, because the server refused the batch while its requests were sent."""
     served = await serve()
+    whole, sent = PreparedCall.send, []
+
+    def send(self, stub):
+        sent.append(self)
+        if len(sent) == 1:
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.INTERNAL,
+                grpc.aio.Metadata(),
+                grpc.aio.Metadata(),
+                details=STATUS_DROPPED,
+            )
+        return whole(self, stub)
+
+    monkeypatch.setattr(PreparedCall, "send", send)
     async with AsyncKestrelClient(served.server.addresses[0]) as client:
         with pytest.raises(FailedPreconditionError, match="--batches"):
             await client.create_batch({"a": (None, QueryTask("Why?"))})

@@ -35,9 +35,11 @@ class Repeats:
 
     def pause_s(self, prepared: PreparedCall[Any], error: RpcError) -> float | None:
         """Seconds until the call is sent again; None if it is not to be repeated."""
-        unknown = isinstance(error, ConnectionLostError) or error.message == STATUS_DROPPED
-        if not unknown or not prepared.method.repeatable:
-            return None
+        if (
+            error.message != STATUS_DROPPED
+        ):  # Then the server has refused the call, and nothing has come of it.
+            if not isinstance(error, ConnectionLostError) or not prepared.method.repeatable:
+                return None
         self._count += 1
         if self._count > _MOST_REPEATS:
             return None
