@@ -46,12 +46,14 @@ def _torch_runtime(
     plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None
 ) -> tuple[Runtime, float]:
     """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
+    from ..models import large_pages
     from ..models.moondream import Moondream
     from ..models.weight_only import pack_for_cpu
     from ..runtime.torch_runtime import TorchRuntime
 
     if plan.device.type == "cpu" and plan.config.dtype != "float32":
         pack_for_cpu(tensors)
+    large_pages.move(tensors.values())
     pool = plan_of_pool(plan, refiner)
     runtime = TorchRuntime(
         Moondream(plan.model, tensors),
