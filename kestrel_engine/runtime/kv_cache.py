@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..models import large_pages
 from ..models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from ..types.model_config import TextConfig
 
@@ -63,6 +64,8 @@ class KvCache:
         dtype = kv_dtype(dtype, scales)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        for pool in (self.keys, self.values):
+            large_pages.prefer(pool)
 
     def untouched(self) -> Callable[[], int]:
         """Returns what counts the bytes of the pools that the host has not given yet. It does not keep the pools."""

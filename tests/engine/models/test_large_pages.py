@@ -29,3 +29,15 @@ def test_numbers_and_addresses_stay(tmp_path):
     if moved:
         assert large_bytes() >= before + large_pages.PAGE_BYTES
     assert large_pages.move([small]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the request is Linux's")
+def test_a_pool_takes_large_pages_where_it_is_written():
+    pool = torch.empty(32 * large_pages.PAGE_BYTES, dtype=torch.uint8)
+    before = large_bytes()
+    large_pages.prefer(pool)
+    assert large_bytes() == before
+    pool[: 4 * large_pages.PAGE_BYTES] = 1
+    permitted = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if permitted.exists() and "[never]" not in permitted.read_text("utf-8"):
+        assert before < large_bytes() <= before + 5 * large_pages.PAGE_BYTES
