@@ -10,7 +10,6 @@ row's result does not depend on the other rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -328,30 +327,6 @@ class _Code(host_code.Code):
             found[i] = b.fsub(b.fmul(x, cos), b.fmul(y, sin))
             found[count + i] = self._fma(x, sin, b.fmul(y, cos))
         return found
-
-    def _gelu(self, x: Any) -> Any:
-        """The tanh approximation: ``x`` times the logistic function of twice the argument of tanh."""
-        b = self._b
-        factors = [2 * math.sqrt(2 / math.pi) * factor for factor in (0.044715, 1)]
-        cubic, linear = (self._splat(self._float(factor)) for factor in factors)
-        t = b.fmul(x, self._fma(b.fmul(x, x), cubic, linear))
-        one = self._splat(self._float(1.0))
-        is_negative = b.fcmp_ordered("<", t, self._ir.Constant(self._floats, None))
-        power = self._exp(b.select(is_negative, t, b.fneg(t)))
-        share = b.fdiv(b.select(is_negative, power, one), b.fadd(one, power))
-        return b.fmul(x, share)
-
-    def _to_bfloat(self, x: Any) -> Any:
-        """The 16 bits of the nearest bfloat16 numbers."""
-        b, words = self._b, self._words
-        bits = b.bitcast(x, words)
-        half, one, places, nan = (
-            self._ir.Constant(words, [n] * LANES) for n in (0x7FFF, 1, 16, 0x7FC0)
-        )
-        odd = b.and_(b.lshr(bits, places), one)
-        near = b.lshr(b.add(bits, b.add(half, odd)), places)
-        near = b.select(b.fcmp_unordered("uno", x, x), nan, near)
-        return b.trunc(near, self._vector(self._half))
 
     def _bfloats(self, start: Any, index: Any) -> Any:
         """16 bfloat16 numbers, as floats."""

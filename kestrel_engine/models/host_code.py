@@ -234,6 +234,30 @@ class Code:
         power = b.shl(b.add(b.fptosi(whole, self._words), bias), places)
         return b.fmul(y, b.bitcast(power, self._floats))
 
+    def _gelu(self, x: Any) -> Any:
+        """The tanh approximation: ``x`` times the logistic function of twice the argument of tanh."""
+        b = self._b
+        factors = [2 * math.sqrt(2 / math.pi) * factor for factor in (0.044715, 1)]
+        cubic, linear = (self._splat(self._float(factor)) for factor in factors)
+        t = b.fmul(x, self._fma(b.fmul(x, x), cubic, linear))
+        one = self._splat(self._float(1.0))
+        is_negative = b.fcmp_ordered("<", t, self._ir.Constant(self._floats, None))
+        power = self._exp(b.select(is_negative, t, b.fneg(t)))
+        share = b.fdiv(b.select(is_negative, power, one), b.fadd(one, power))
+        return b.fmul(x, share)
+
+    def _to_bfloat(self, x: Any) -> Any:
+        """The 16 bits of the nearest bfloat16 numbers."""
+        b, words = self._b, self._words
+        bits = b.bitcast(x, words)
+        half, one, places, nan = (
+            self._ir.Constant(words, [n] * LANES) for n in (0x7FFF, 1, 16, 0x7FC0)
+        )
+        odd = b.and_(b.lshr(bits, places), one)
+        near = b.lshr(b.add(bits, b.add(half, odd)), places)
+        near = b.select(b.fcmp_unordered("uno", x, x), nan, near)
+        return b.trunc(near, self._vector(self._half))
+
     def _low_halves(self, words: Any) -> Any:
         """The bfloat16 numbers with even places, as floats."""
         shift = self._ir.Constant(self._words, [16] * LANES)

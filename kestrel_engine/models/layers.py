@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import many_rows
 from .low_rank import Adapters
 from .weight_only import product, scale_of
 
@@ -24,21 +25,23 @@ LAYER_NORM_EPS = 1e-5
 @dataclass(frozen=True, slots=True)
 class Linear:
     """``x @ weight.T + bias``. ``weight``: [out, in]. ``bias``: [out] or None. ``name``: the module's canonical name,
-    by which adapters change it. ``scale``: the scales of a weight in 4 or 8 bits (`weight_only`)."""
+    by which adapters change it. ``scale``: the scales of a weight in 4 or 8 bits (`weight_only`). ``keeps_rows``: many
+    rows are not rounded to int8 for a weight in int8."""
 
     weight: Tensor
     bias: Tensor | None = None
     name: str = ""
     scale: Tensor | None = None
+    keeps_rows: bool = False
 
     @classmethod
-    def load(cls, tensors: Tensors, name: str) -> Linear:
-        weight = f"{name}.weight"
-        return cls(tensors[weight], tensors[f"{name}.bias"], name, tensors.get(scale_of(weight)))
+    def load(cls, tensors: Tensors, name: str, *, keeps_rows: bool = False) -> Linear:
+        weight, scale = f"{name}.weight", tensors.get(scale_of(f"{name}.weight"))
+        return cls(tensors[weight], tensors[f"{name}.bias"], name, scale, keeps_rows)
 
     def __call__(self, x: Tensor, adapters: Adapters | None = None) -> Tensor:
         """``adapters``: those of the rows of ``x``."""
-        y = product(x, self.weight, self.scale, self.bias)
+        y = product(x, self.weight, self.scale, self.bias, keeps_rows=self.keeps_rows)
         if adapters is not None:
             adapters.add_(self.name, x, y)
         return y
@@ -76,7 +79,8 @@ class Mlp:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation of GELU, used by all MLPs."""
-    return F.gelu(x, approximate="tanh")
+    y = many_rows.gelu(x)
+    return F.gelu(x, approximate="tanh") if y is None else y
 
 
 def gelu_erf(x: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class TextBlock:
         name = f"text.blocks.{index}"
         self.index, self.n_heads = index, config.n_heads
         self.ln = LayerNorm.load(tensors, f"{name}.ln")
-        self.qkv = Linear.load(tensors, f"{name}.attn.qkv")
+        self.qkv = Linear.load(tensors, f"{name}.attn.qkv", keeps_rows=True)
         self.proj = Linear.load(tensors, f"{name}.attn.proj")
         self.tau = Tau.load(tensors, f"{name}.attn.tau") if config.tau_attn else None
         self.mlp: Moe | Mlp
@@ -190,7 +190,7 @@ class TextModel:
         self.wte = tensors["text.wte"]
         self.blocks = [TextBlock(config, tensors, i) for i in range(config.n_layers)]
         self.post_ln = LayerNorm.load(tensors, "text.post_ln")
-        self.lm_head = Linear.load(tensors, "text.lm_head")
+        self.lm_head = Linear.load(tensors, "text.lm_head", keeps_rows=True)
         self._rotary = RotaryTable(
             config.rope_theta, config.rotary_dim, config.max_context, self.wte.device
         )

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import few_rows
+from . import few_rows, many_rows
 
 FEW_ROWS = 16
 """The most rows for which a CPU's product reads the weight in 4 or 8 bits. With more rows, widening it costs less."""
@@ -35,12 +35,20 @@ GROUP = 128
 """The group of weights that are rounded to 4 bits here, as in releases."""
 
 
-def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+def product(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    *,
+    keeps_rows: bool = False,
+) -> Tensor:
     """Returns ``x @ W.T + bias`` [..., N] in x's dtype, for ``x`` [..., K] and a weight of any form.
 
     On a CPU, `few_rows` computes the products of few rows if it can. Otherwise a weight in one of the forms for CPUs
-    and few rows are multiplied in bfloat16, with sums in float32; a float32 x is rounded for it. All other products
-    widen the weight to x's dtype.
+    and few rows are multiplied in bfloat16, with sums in float32; a float32 x is rounded for it. `many_rows` computes
+    the products of many rows with int8 if it can and ``keeps_rows`` is False. All other products widen the weight to
+    x's dtype.
     """
     rows = x.numel() // x.shape[-1]
     if rows <= FEW_ROWS and weight.device.type == "cpu":
@@ -49,6 +57,8 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
             return y.to(x.dtype).view(*x.shape[:-1], -1)
     if scales is None:
         return F.linear(x, weight, bias)
+    if rows > FEW_ROWS and not keeps_rows and many_rows.takes(x, weight):
+        return many_rows.product(x, weight, scales, bias)
     # Sums of unscaled numbers exceed float16.
     in_range = x.dtype != torch.float16
     if weight.dtype == torch.int8 and rows > FEW_ROWS and in_range and _widens(x.dtype):

@@ -1,0 +1,83 @@
+"""Products of many rows with int8 weights on a CPU: exact for the rounded rows, and each row alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kestrel_engine.models import few_rows, host_code, many_rows, weight_only
+from kestrel_engine.models.layers import gelu_tanh
+from kestrel_engine.models.weight_only import FEW_ROWS, product, round_rows, widened
+
+compiled = pytest.mark.skipif(
+    not (few_rows.available() and host_code.features().get("avx512vnni")),
+    reason="needs a processor with VNNI, and llvmlite",
+)
+
+
+def case(rows, n, k):
+    torch.manual_seed(rows)
+    weight, scales = round_rows(torch.randn(n, k) * torch.logspace(-2, 0, n).unsqueeze(1))
+    x = torch.randn(rows, k) * torch.logspace(-3, 2, rows).unsqueeze(1)
+    return x.bfloat16(), weight, scales, torch.randn(n).bfloat16()
+
+
+def rounded(x):
+    step = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / step).round() * step
+
+
+@compiled
+@torch.inference_mode()
+@pytest.mark.parametrize(("n", "k"), [(48, 112), (208, 64), (16, 4304)])
+def test_products_are_those_of_the_rounded_rows_some_columns_at_a_time(n, k, monkeypatch):
+    rows = FEW_ROWS + 5
+    monkeypatch.setattr(many_rows, "SUMS", 64 * rows)
+    x, weight, scales, bias = case(rows, n, k)
+    assert many_rows.takes(x, weight)
+    values = widened(weight, scales, torch.float32)
+    for given in (bias, None):
+        found = product(x.view(3, -1, k), weight, scales, given)
+        assert found.shape == (3, rows // 3, n) and found.dtype == torch.bfloat16
+        wanted = F.linear(rounded(x), values, None if given is None else given.float())
+        # A number between two whole ones may be rounded to either.
+        error = (found.float().view(rows, n) - wanted).norm(dim=-1)
+        assert (error < 0.004 * wanted.norm(dim=-1)).all()
+    exact = F.linear(x.float(), values, bias.float())
+    drift = (product(x, weight, scales, bias).float() - exact).norm() / exact.norm()
+    assert drift < 0.02, "a step is a row's range by 127"
+
+
+@compiled
+@torch.inference_mode()
+def test_a_row_depends_on_no_other_row_whatever_is_in_it():
+    x, weight, scales, bias = case(FEW_ROWS + 4, 64, 96)
+    x[1] = 0
+    whole = product(x, weight, scales, bias)
+    assert torch.equal(whole[1], bias)
+    assert torch.equal(product(x[2:], weight, scales, bias), whole[2:])
+    x[3, 5], x[4, 6] = torch.nan, torch.inf
+    found = product(x, weight, scales, bias)
+    assert found[3:5].isnan().all()
+    found[3:5] = whole[3:5]
+    assert torch.equal(found, whole)
+
+
+@torch.inference_mode()
+def test_other_processors_and_dtypes_keep_the_widened_product(monkeypatch):
+    x, weight, scales, bias = case(FEW_ROWS + 1, 48, 112)
+    assert not many_rows.takes(x.float(), weight)
+    assert not many_rows.takes(x.half(), weight)
+    monkeypatch.setattr(host_code, "features", dict)
+    assert not many_rows.takes(x, weight)
+    wanted = F.linear(x.float(), widened(weight, scales, torch.float32), bias.float())
+    found = weight_only.product(x, weight, scales, bias)
+    torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=2**-6)
+
+
+@torch.inference_mode()
+def test_gelu_is_torchs_to_the_last_bit_but_one():
+    x = torch.linspace(-12, 12, 96 * 17).view(17, 96).bfloat16()
+    x[0, :2] = torch.tensor([torch.inf, torch.nan])
+    wanted = F.gelu(x.float(), approximate="tanh")
+    torch.testing.assert_close(gelu_tanh(x).float(), wanted, rtol=2**-8, atol=1e-6, equal_nan=True)
+    assert torch.equal(gelu_tanh(x[1:].float()), wanted[1:]), "float32 is torch's"
