@@ -23,7 +23,7 @@ def shared(redis_server, monkeypatch):
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
 
     def config(**fields):
-        made = SharedImagesConfig(url=redis_server.url, **fields)
+        made = SharedImagesConfig(url=redis_server.url, **{"timeout_s": 60, **fields})
         return {"server_config": {"shared_images": made}}
 
     return config
@@ -104,7 +104,7 @@ async def test_another_caller_does_not_find_the_image(serve, shared, monkeypatch
 async def test_a_store_that_is_killed_fails_no_call_that_has_its_image(
     serve, shared, redis_server, caplog
 ):
-    first, second = await serve(**shared(timeout_s=60)), await serve(**shared(timeout_s=60))
+    first, second = await serve(**shared()), await serve(**shared())
     stored = [await put(first, picture(seed)) for seed in range(3)]
     ended, answers = asyncio.Event(), 0
 

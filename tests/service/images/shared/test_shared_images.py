@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ class Shared:
     def __init__(self, server, tmp_path, **fields):
         password = tmp_path / "password"
         password.write_text(f"{PASSWORD}\n")
+        fields = {"timeout_s": 60, **fields}
         config = SharedImagesConfig(url=server.url, password_file=str(password), **fields)
         self.events = []
         self.images = SharedImages.open(config, self.events.append)
@@ -152,7 +154,7 @@ async def test_many_operations_wait_for_a_connection(shared):
 
 
 async def test_a_call_with_little_time_does_not_wait_for_its_write(shared, redis_server):
-    one = shared(timeout_s=60)
+    one = shared()
     redis_server.freeze()
     await one.images.put("tenant", image(1), left_s=0.1)
     assert not one.outcomes
@@ -182,7 +184,9 @@ async def test_a_user_of_redis_needs_the_documented_rights_only(
     monkeypatch.setenv(PASSWORD_VARIABLE, "word")
     address = redis_server.url.replace("://", "://images@")
     events = []
-    images = SharedImages.open(SharedImagesConfig(url=address, caller_bytes=2500), events.append)
+    images = SharedImages.open(
+        SharedImagesConfig(url=address, timeout_s=60, caller_bytes=2500), events.append
+    )
     for number in range(4):
         await images.put("tenant", image(number))
     assert (await images.fetch("tenant", image(3).image_id)).image is not None
@@ -198,9 +202,10 @@ async def test_tls(redis_server, tmp_path, monkeypatch, caplog):
     redis_server.start(tls=authority.issue("redis"))
     address = redis_server.url.replace("redis://", "rediss://")
     events = []
-    trusting = SharedImagesConfig(url=address, ca_file=str(authority.ca.cert))
-    for config in (trusting, SharedImagesConfig(url=address)):
-        images = SharedImages.open(config, events.append)
+    config = SharedImagesConfig(url=address, timeout_s=60)
+    trusting = replace(config, ca_file=str(authority.ca.cert))
+    for each in (trusting, config):
+        images = SharedImages.open(each, events.append)
         await images.put("tenant", image(1))
         await images.close()
     assert [event.outcome for event in events] == ["stored", "failed"]

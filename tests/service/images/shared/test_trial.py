@@ -44,7 +44,8 @@ def test_redis_with_keys_keeps_nothing(redis_server: RedisServer, monkeypatch, t
     monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
     (keys := tmp_path / "keys").write_text(f"a {base64.b64encode(os.urandom(32)).decode()}\n")
     keys.chmod(0o600)
-    told = check_shared_images(SharedImagesConfig(url=redis_server.url, key_file=str(keys)))
+    config = SharedImagesConfig(url=redis_server.url, key_file=str(keys), timeout_s=60)
+    told = check_shared_images(config)
     assert told.status == "ok" and ", encrypted" in told.message, told
     with redis.Redis(port=redis_server.port, password=PASSWORD) as store:
         assert not [key for key in store.keys() if b"img_" in key]
