@@ -80,7 +80,9 @@ class GrpcMethod:
         num_bytes = _ENTRY_BYTES * len(call.metadata)
         for key, value in call.metadata:
             num_bytes += len(key) + len(value)
-        if num_bytes > self.life.guard.connections.most_metadata_bytes:
+        connections = self.life.guard.connections
+        connections.note_metadata(num_bytes)
+        if num_bytes > connections.most_metadata_bytes:
             return self._refuse_metadata(call, num_bytes)
         return await self.life.run(call, self, self._enter)
 

@@ -12,6 +12,7 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.security.connections import connection_guard
 from tests.abuse.served import METADATA, ServedInThread
 from tests.waiting import wait_until
 
@@ -92,3 +93,21 @@ def test_a_call_that_has_ended_holds_nothing(
     finally:
         gc.enable()
         gc.collect()
+
+
+def test_the_metadata_of_ended_calls_is_collected_by_its_bytes(
+    vision: VisionServiceStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """grpcio holds it in reference cycles, of too few objects for Python to collect them soon."""
+    monkeypatch.setattr(connection_guard, "TOTAL_BYTES", 10 * 15_000)
+    value = secrets.token_hex(7_500)
+    gc.collect()
+    gc.disable()
+    asked = pb.QueryRequest(query=pb.QueryTask(question="?"))
+    try:
+        for _ in range(60):
+            vision.Query(asked, metadata=(*METADATA, ("large", value)))
+        held = [o for o in gc.get_objects() if isinstance(o, tuple) and o[:2] == ("large", value)]
+    finally:
+        gc.enable()
+    assert len(held) <= 15

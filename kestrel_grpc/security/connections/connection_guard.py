@@ -41,7 +41,10 @@ WINDOW_BYTES = 64 * 1024
 FREE_BYTES = MIB
 """Bytes that any connection may receive without a call: the handshake, pings, headers that are too large."""
 TOTAL_BYTES = 8 * MIB
-"""Bytes that all connections together may receive without calls. Small amounts do not count."""
+"""Bytes that all connections together may receive without calls. Small amounts do not count. Also the bytes of metadata
+between two collections of garbage."""
+_FULL_EVERY = 4
+"""One collection in so many is full. It takes a few milliseconds, because the objects of the start are frozen."""
 HOSTILE_HEADERS = 4
 """Headers of this many times the limit end their connection. The core refuses them if the client knows the limit."""
 COPIES = 6
@@ -151,9 +154,8 @@ class ConnectionGuard:
         """By inode, the oldest first."""
         self._report = _Report()
         self._freed_bytes = 0
-        self._refused_bytes = 0
-        """Bytes of the metadata of refused calls since the last collection. grpcio keeps the metadata of every call in
-        a reference cycle."""
+        self._metadata_bytes, self._num_collected = 0, 0
+        """Bytes of the metadata of calls since the last collection, and the number of collections."""
         self.ended: Counter[str] = Counter(dict.fromkeys(Reason, 0))
         """Number of connections ended since the start, by reason."""
 
@@ -167,14 +169,22 @@ class ConnectionGuard:
         """Number of TCP connections at the last look; None if they cannot be observed. Any thread may read it."""
         return None if self._sockets is None else len(self.connections)
 
+    def note_metadata(self, num_bytes: int) -> None:
+        """Counts the metadata of a call, and collects garbage after every TOTAL_BYTES. grpcio keeps the metadata of
+        each call in a reference cycle, and Python's own collections count objects, not bytes. Calls in progress outlive
+        a collection of young objects, so every few collections include the old ones."""
+        self._metadata_bytes += num_bytes
+        if self._metadata_bytes > TOTAL_BYTES:
+            self._metadata_bytes = 0
+            self._num_collected += 1
+            gc.collect(1 if self._num_collected % _FULL_EVERY else 2)
+
     def refuse_headers(self, peer: str, num_bytes: int) -> MessageTooLarge:
         """The error for a call whose metadata has ``num_bytes``, which is more than ``most_metadata_bytes``."""
         most = self.most_metadata_bytes
         if num_bytes > HOSTILE_HEADERS * most:
             self.use(peer).is_hostile = True
         self._freed_bytes += COPIES * num_bytes
-        self._refused_bytes += num_bytes
-        self._collect(TOTAL_BYTES)
         return MessageTooLarge(
             "",
             f"the metadata has {num_bytes} bytes; the limit is {most}",
@@ -221,18 +231,12 @@ class ConnectionGuard:
         except OSError:  # No descriptor is free. FileWatch reports it.
             return False
         self._follow(sockets, now)
-        self._collect(MIB)
         before = self.ended.total()
         self._end_hostile(now)
         self._end_beyond_address(now)
         self._end_idle(now)
         self._log_ended(now)
         return self.ended.total() > before
-
-    def _collect(self, most_bytes: int) -> None:
-        if self._refused_bytes > most_bytes:
-            self._refused_bytes = 0
-            gc.collect(1)
 
     def _follow(self, sockets: list[AcceptedConnection], now: float) -> None:
         before, self.connections = self.connections, {}

@@ -1,8 +1,10 @@
 """Which connections the guard ends, and how it finds them on Linux."""
 
+import gc
 import itertools
 import socket
 import sys
+import weakref
 
 import grpc
 import pytest
@@ -163,6 +165,23 @@ def test_headers_beyond_the_limit_are_refused_and_far_beyond_it_end_the_connecti
     (again,) = table.add()
     again.peer = one.peer
     assert not guard.look() and table.open == [again], "another client of the same address and port"
+
+
+def test_metadata_of_calls_that_outlive_a_collection_is_collected_later(guarded):
+    _, guard = guarded()
+    call = Table(None)
+    call.cycle = call
+    gc.collect(1)
+    ended = weakref.ref(call)
+    gc.disable()
+    try:
+        del call
+        for _ in range(4):
+            assert ended() is not None
+            guard.note_metadata(TOTAL_BYTES + 1)
+        assert ended() is None
+    finally:
+        gc.enable()
 
 
 def test_idle_connections_give_way_if_few_are_left(guarded):
