@@ -42,7 +42,9 @@ class Reservation(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(
+    slots=True, kw_only=True
+)  # To make a frozen one takes five times as long, and each stage makes one.
 class Request:
     """What a caller asks of the engine. It never changes: each stage before the submission (submitter.py) returns the
     request with what it adds.
