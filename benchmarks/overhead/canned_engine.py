@@ -10,10 +10,11 @@ event loop time.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel_engine import (
@@ -45,7 +46,7 @@ _OUTPUTS = {"query": "answer", "caption": "caption"}
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Only the engine's thread writes ``sampled``, ``delivered`` and ``ended``. All else but ``aborted`` is
+    """Only the engine's thread writes ``sampled``, ``delivered`` and ``ended``. All else but ``aborts`` is
     constant."""
 
     skill: str
@@ -57,7 +58,12 @@ class _Request:
     sampled: int = 0
     delivered: int = 0
     ended: bool = False
-    aborted: bool = False
+    aborts: list[bool] = field(default_factory=list)
+    """The stream has this list instead of the request: a cycle of both would wait for the garbage collector."""
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self.aborts)
 
     @property
     def has_image(self) -> bool:
@@ -98,12 +104,12 @@ class CannedEngine:
             if digest is None
             else (SeenImage(size=IMAGE_SIZE, digest=digest.hex(), num_crops=1),)
         )
+        aborts: list[bool] = []
         stream = EngineStream(
-            request.request_id, lambda: setattr(canned, "aborted", True), images=seen, seed=1
+            request.request_id, functools.partial(aborts.append, True), images=seen, seed=1
         )
-        canned = _Request(request.skill, stream, wanted, time.monotonic())
         self.num_requests += 1
-        self._new.append(canned)
+        self._new.append(_Request(request.skill, stream, wanted, time.monotonic(), aborts=aborts))
         return stream
 
     def check_admission(self, *args: Any, **kwargs: Any) -> None:

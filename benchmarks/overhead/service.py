@@ -179,8 +179,8 @@ def measure_unary(
 def _take_turns(
     sides: Sequence[_Side], rounds: int, measure: Callable[[_Side], tuple[float, float]]
 ) -> None:
-    for _ in range(rounds):
-        for side in sides:
+    for number in range(rounds):
+        for side in sides[:: -1 if number % 2 else 1]:  # Other load may change during a round.
             side.seen.append(measure(side))
 
 
