@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import Message
 
 from ..security.admission.guard import Guard
 from ..security.admission.message_room import Hold
@@ -207,7 +208,7 @@ class CallLife:
 
     def _receive(self, call: Call, request: Any) -> None:
         """Takes from a request its id and its priority. Raises InvalidRequest, ScopeMissing."""
-        if not isinstance(request, AsyncIterator):
+        if isinstance(request, Message) or not isinstance(request, AsyncIterator):
             call.message = request
         take_options(call)
         if self.guard.has_budget(call.principal):

@@ -100,9 +100,10 @@ class RequestImage:
 def images_of(request: Any) -> list[RequestImage]:
     """The images of a request or a frame, in the order of the prompt. Raises InvalidRequest."""
     if isinstance(request, (pb.QueryRequest, pb.CountTokensRequest)):
-        if len(request.images) > MAX_IMAGES:
-            raise InvalidRequest("images", f"are {len(request.images)}; the limit is {MAX_IMAGES}")
-        return [_read(image, ("images", index)) for index, image in enumerate(request.images)]
+        images = request.images
+        if len(images) > MAX_IMAGES:
+            raise InvalidRequest("images", f"are {len(images)}; the limit is {MAX_IMAGES}")
+        return [_read(image, ("images", index)) for index, image in enumerate(images)]
     if isinstance(request, pb.RunSkillRequest) and not request.HasField("image"):
         return []
     return [required_image(request)]

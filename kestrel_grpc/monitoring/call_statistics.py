@@ -37,24 +37,24 @@ class MethodCounts:
     def count(self, call: Call) -> None:
         if call.code is not grpc.StatusCode.OK:
             self.failed_s += call.duration_ms / 1e3
-        if call.code is grpc.StatusCode.CANCELLED:
-            self.cancelled += 1
-        elif call.code in SERVER_ERRORS:
-            self.failed += 1
-        elif call.code is not grpc.StatusCode.OK:
-            self.refused += 1
-        else:
-            self.ok += 1
-            self.total_s += call.duration_ms / 1e3
-            if call.result is not None:
-                metrics = call.result.metrics
-                self.input_tokens += metrics.input_tokens
-                self.output_tokens += metrics.output_tokens
-                self.cached_tokens += metrics.cached_tokens
-                self.preprocess_s += metrics.preprocess_time_ms / 1e3
-                self.queue_s += metrics.queue_time_ms / 1e3
-                self.prefill_s += metrics.prefill_time_ms / 1e3
-                self.decode_s += metrics.decode_time_ms / 1e3
+            if call.code is grpc.StatusCode.CANCELLED:
+                self.cancelled += 1
+            elif call.code in SERVER_ERRORS:
+                self.failed += 1
+            else:
+                self.refused += 1
+            return
+        self.ok += 1
+        self.total_s += call.duration_ms / 1e3
+        if call.result is not None:
+            metrics = call.result.metrics
+            self.input_tokens += metrics.input_tokens
+            self.output_tokens += metrics.output_tokens
+            self.cached_tokens += metrics.cached_tokens
+            self.preprocess_s += metrics.preprocess_time_ms / 1e3
+            self.queue_s += metrics.queue_time_ms / 1e3
+            self.prefill_s += metrics.prefill_time_ms / 1e3
+            self.decode_s += metrics.decode_time_ms / 1e3
 
 
 class CallStatistics:

@@ -111,14 +111,17 @@ class Telemetry:
         self._counts = True
 
     def begin(self, call: Call) -> None:
-        self._tell("begin", self._tracing, call)
+        if self._tracing is not None:
+            self._tell("begin", self._tracing, call)
 
     def on_message(self, call: Call) -> None:
-        self._tell("on_message", self._tracing, call)
+        if self._tracing is not None:
+            self._tell("on_message", self._tracing, call)
 
     def end(self, call: Call) -> None:
         self._tell("on_call", self._metrics, call)
-        self._tell("end", self._tracing, call)
+        if self._tracing is not None:
+            self._tell("end", self._tracing, call)
 
     def on_step(self, event: StepEvent) -> None:
         if self._counts:
@@ -131,8 +134,10 @@ class Telemetry:
         if self._counts:
             span = None if self._exemplars is None else self._exemplars.span_of_request(event)
             self._tell("on_request", self._metrics, event, info and info.model, span)
-            self._tell("on_request", self._tracing, event, info)
-            self._tell("on_request", self._usage, event, info.model if info else self._default)
+            if self._tracing is not None:
+                self._tell("on_request", self._tracing, event, info)
+            if self._usage is not None:
+                self._tell("on_request", self._usage, event, info.model if info else self._default)
 
     def on_image(self, event: ImageEvent) -> None:
         if self._counts:

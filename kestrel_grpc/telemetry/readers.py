@@ -59,7 +59,7 @@ class DenseHistogram:
     """
 
     def __init__(self, metric: Metric) -> None:
-        self._metric = metric
+        self._metric, self._buckets = metric, metric.buckets
         self._series: dict[Labels, _Series] = {}
         if not metric.attributes:
             self._begin(())
@@ -70,8 +70,9 @@ class DenseHistogram:
         """``labels``: the values of the metric's attributes, in its order. ``span``: of a sampled call to which the
         value belongs. A negative value counts as 0: it is a difference of two threads' clocks."""
         series = self._series.get(labels) or self._begin(labels)
-        value = max(value, 0.0)
-        bucket = bisect_left(self._metric.buckets, value)
+        if value < 0.0:
+            value = 0.0
+        bucket = bisect_left(self._buckets, value)
         series.counts[bucket] += times
         series.sum += value * times
         if span is not None:

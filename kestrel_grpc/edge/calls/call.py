@@ -127,8 +127,7 @@ class Call:
         interrupt it: gRPC takes no status of a call whose initial metadata is half sent, and the call would never
         end."""
         if self._greeting is None:
-            sending: Any = self.context.send_initial_metadata(metadata)
-            self._greeting = asyncio.get_running_loop().create_task(sending)
+            self._greeting = _Sending(self.context.send_initial_metadata(metadata)).ended
 
     async def greeted(self) -> None:
         """Waits until initial metadata is sent, if that has begun. Raises the error with which it failed."""
@@ -170,6 +169,32 @@ class Call:
         return 1e3 * (clock.now() - self.started_at)
 
 
+class _Sending:
+    """Runs a coroutine from now on without the cost of a task. Nothing can cancel it. Most contexts have nothing to
+    send: it then ends at once. ``ended``: the future of its end."""
+
+    __slots__ = ("_coroutine", "ended")
+
+    def __init__(self, coroutine: Any) -> None:
+        self._coroutine = coroutine
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._go_on()
+
+    def _go_on(self, _: object = None) -> None:
+        try:
+            awaited = self._coroutine.send(None)
+        except StopIteration:
+            self.ended.set_result(None)
+        except (Exception, asyncio.CancelledError) as error:
+            self.ended.set_exception(error)
+        else:
+            if awaited is None:
+                self.ended.get_loop().call_soon(self._go_on)
+            else:
+                awaited._asyncio_future_blocking = False  # As asyncio's tasks do.
+                awaited.add_done_callback(self._go_on)
+
+
 def _hear(greeting: asyncio.Future[None]) -> None:
     """A greeting fails if the client has gone. If nobody waits for it any more, asyncio would log its traceback."""
     if not greeting.done():
@@ -205,9 +230,9 @@ class CallLimit:
         ``error`` makes, if it takes longer than the limit."""
         if self._limit_s is None:
             return await response
-        task = asyncio.current_task()
-        assert task is not None, "handlers run in tasks"
         loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
+        assert task is not None, "handlers run in tasks"
         self._running[task] = ends_at = loop.time() + self._limit_s
         if self._timer is None:
             self._timer = loop.call_at(ends_at, self._check, loop, context=contextvars.Context())
@@ -219,8 +244,8 @@ class CallLimit:
                 raise
             raise self._error(self._limit_s) from None
         finally:
-            self._running.pop(task, None)
-            self._expired.discard(task)
+            if self._running.pop(task, None) is None:
+                self._expired.discard(task)
 
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         """Cancels the tasks that have reached the limit. Checks again when the next task can reach it."""

@@ -85,18 +85,17 @@ class Admission:
                 f"{_prefix(principal)}{account.calls} calls are in progress; the limit is {limits.calls}",
                 quota=Quota(principal, "calls in progress", account.calls, limits.calls),
             )
-        self._take_token(principal, account)
+        if limits.rate is not None:
+            self._take_token(principal, account, limits.rate)
 
-    def _take_token(self, principal: str, account: _Account) -> None:
+    def _take_token(self, principal: str, account: _Account, rate: float) -> None:
         limits, now = self._limits, clock.now()
-        if limits.rate is None:
-            return
-        grown = account.tokens + limits.rate * (now - account.filled_at)
+        grown = account.tokens + rate * (now - account.filled_at)
         account.tokens, account.filled_at = min(float(limits.burst), grown), now
         if account.tokens < 1:
             raise RateExceeded(
-                f"{_prefix(principal)}the limit is {limits.rate:g} calls per second, {limits.burst} at once",
-                retry_after_s=(1 - account.tokens) / limits.rate,
+                f"{_prefix(principal)}the limit is {rate:g} calls per second, {limits.burst} at once",
+                retry_after_s=(1 - account.tokens) / rate,
                 quota=Quota(principal, "calls at once", limits.burst, limits.burst),
             )
         account.tokens -= 1

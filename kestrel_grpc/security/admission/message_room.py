@@ -225,12 +225,8 @@ class MessageRoom:
         if not entries:
             del self.waiting[who]
 
-    def _ahead_s(self, who: str) -> float:
-        """Seconds until another message of ``who`` may be read; 0 or less if it may be read now."""
-        return self._paid_at.get(who, 0.0) - _AHEAD_S - clock.now()
-
     def _fits(self, who: str, num_bytes: int) -> bool:
-        if who in self._paid_at and self._ahead_s(who) > 0:
+        if self._paid_at.get(who, 0.0) - _AHEAD_S > clock.now():
             return False
         if who in self._heavy_until and self.reading.get(who):
             if self._heavy_until[who] > clock.now():
@@ -270,7 +266,8 @@ class Hold:
     async def reserve(self, num_bytes: int) -> None:
         """Reserves memory for the next message, in place of the memory that is held now: ``num_bytes``, or the whole
         room if that is less. Raises MessagesFull."""
-        self.close()
+        if self.num_bytes:
+            self.close()
         if self._room.max_bytes is not None:
             num_bytes = min(num_bytes, self._room.max_bytes)
         if not self._room.reserve_now(self._who, num_bytes):
@@ -302,4 +299,5 @@ class Hold:
         if self._is_reading:
             self.arrived(0)
         if self.num_bytes:
-            self.settle(0)
+            self._room.give_back(self._who, self.num_bytes)
+            self.num_bytes = 0

@@ -34,7 +34,7 @@ from kestrel_engine import (
 from ...edge.calls.call import Context
 from ...edge.calls.current import current
 from ...edge.failures.statuses import complaint, row_of
-from ...edge.messages.fields import inside, located
+from ...edge.messages.fields import located
 from ...images.request_images import RequestImages
 from ...served_model import ServedModels
 from ..messages.named_skill import check_skill
@@ -111,8 +111,10 @@ class Run:
         """``sender``: of a stream. ``keeps_images``: stores the images. Raises ModelNotReady, ModelNotFoundError."""
         self._call, self._sender = current.get(), sender
         self._options = options = self._call.options
-        with inside(*options.path):
+        try:
             self.engine = served.engine(options.model)
+        except RequestError as error:
+            raise error.at((*options.path, *error.path)) from error
         self.began = clock.now()
         self.images = CallImages(images, self.engine, keeps=keeps_images)
         self._info: common_pb2.RequestInfo | None = None
@@ -138,23 +140,27 @@ class Run:
 
     def requests_of(self, task: CallTask[Any, Any]) -> tuple[Tiles | None, list[Request]]:
         """How a task cuts the image, and the requests that answer it. Raises RequestError."""
-        with inside(*task.path):
+        try:
             tiles = None if task.kind.tiles is None else task.kind.tiles(task.message)
             requests = task.kind.requests(task.message, len(self.images))
             if isinstance(task.message, pb.SkillTask):
                 check_skill(task.message.name, self.engine.info.skills)
+        except RequestError as error:
+            raise error.at((*task.path, *error.path)) from error
         return tiles, requests
 
     async def answer(self, task: CallTask[Part, Response]) -> tuple[Response, list[EngineResult]]:
         """The response of a task, and the results of its requests. Raises the error that the task fails with."""
         tiles, requests = self.requests_of(task)
-        with located(lambda path: self.path_of(task, path)):
+        try:
             return await self._answer(task, requests, tiles)
+        except RequestError as error:
+            raise error.at(self.path_of(task, error.path)) from error
 
     async def _answer(
         self, task: CallTask[Part, Response], requests: list[Request], tiles: Tiles | None
     ) -> tuple[Response, list[EngineResult]]:
-        began, seed = clock.now(), 0
+        seed = 0
         several = len(requests) > 1 or task.kind.has_more_requests(task.message)
         if several and task.kind.are_samples and self._sender is not None:
             raise InvalidRequest(
@@ -162,6 +168,7 @@ class Run:
                 f"must be 1 in a stream, got {len(requests)}; open a stream for each sample, with seeds of your choice",
             )
         if several:
+            began = clock.now()
             requests = seeded(self.engine, task.kind, requests)
             seed = requests[0].settings["seed"]
             if self._turns is None:
