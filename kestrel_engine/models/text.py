@@ -141,7 +141,9 @@ class TextBlock:
         name = f"text.blocks.{index}"
         self.index, self.n_heads = index, config.n_heads
         self.ln = LayerNorm.load(tensors, f"{name}.ln")
-        self.qkv = Linear.load(tensors, f"{name}.attn.qkv", keeps_rows=True)
+        # An expert is chosen by what attention adds, so rounding may change the choice.
+        has_experts = config.moe is not None
+        self.qkv = Linear.load(tensors, f"{name}.attn.qkv", keeps_rows=has_experts)
         self.proj = Linear.load(tensors, f"{name}.attn.proj")
         self.tau = Tau.load(tensors, f"{name}.attn.tau") if config.tau_attn else None
         self.mlp: Moe | Mlp
