@@ -106,13 +106,11 @@ class Call:
     trace_id: str = ""
     trace: object = None
     """For the CallWatcher only."""
-    _greeting: asyncio.Future[None] | None = None
+    _greeting: asyncio.Task[None] | None = None
 
     def release(self) -> None:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""
-        if self._greeting is not None:
-            _hear(self._greeting)
         self.context, self.metadata = cast(Context, None), ()
         self.message = self.opening = self.result = self.error = self.trace = None
         self.stored, self._greeting = {}, None
@@ -127,7 +125,9 @@ class Call:
         interrupt it: gRPC takes no status of a call whose initial metadata is half sent, and the call would never
         end."""
         if self._greeting is None:
-            self._greeting = _Sending(self.context.send_initial_metadata(metadata)).ended
+            sending = self.context.send_initial_metadata(metadata)
+            self._greeting = asyncio.get_running_loop().create_task(sending)
+            self._greeting.add_done_callback(_heard)
 
     async def greeted(self) -> None:
         """Waits until initial metadata is sent, if that has begun. Raises the error with which it failed."""
@@ -169,37 +169,9 @@ class Call:
         return 1e3 * (clock.now() - self.started_at)
 
 
-class _Sending:
-    """Runs a coroutine from now on without the cost of a task. Nothing can cancel it. Most contexts have nothing to
-    send: it then ends at once. ``ended``: the future of its end."""
-
-    __slots__ = ("_coroutine", "ended")
-
-    def __init__(self, coroutine: Any) -> None:
-        self._coroutine = coroutine
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._go_on()
-
-    def _go_on(self, _: object = None) -> None:
-        try:
-            awaited = self._coroutine.send(None)
-        except StopIteration:
-            self.ended.set_result(None)
-        except (Exception, asyncio.CancelledError) as error:
-            self.ended.set_exception(error)
-        else:
-            if awaited is None:
-                self.ended.get_loop().call_soon(self._go_on)
-            else:
-                awaited._asyncio_future_blocking = False  # As asyncio's tasks do.
-                awaited.add_done_callback(self._go_on)
-
-
-def _hear(greeting: asyncio.Future[None]) -> None:
-    """A greeting fails if the client has gone. If nobody waits for it any more, asyncio would log its traceback."""
-    if not greeting.done():
-        greeting.add_done_callback(_hear)
-    elif not greeting.cancelled():
+def _heard(greeting: asyncio.Task[None]) -> None:
+    """A greeting fails if the client has gone. If nobody waits for it, asyncio would log its traceback."""
+    if not greeting.cancelled():
         greeting.exception()
 
 
