@@ -50,15 +50,21 @@ class Child:
             child = cls(task, on_ready)
             try:
                 with child._theirs as theirs:
-                    send_task(child.line, task)
                     template.fork_worker(task, theirs)
                 await child._has_begun.wait()
             except BaseException:
                 child._hang_up()
                 raise
             if child.pid:
+                # Not before: a worker that nobody can stop has no task, and ends with the line.
+                with contextlib.suppress(OSError):  # It has ended already, which ``wait`` reports.
+                    send_task(child.line, task)
                 return child
-        how = ending(await asyncio.to_thread(template.wait))
+        try:
+            async with asyncio.timeout(_STATUS_S):
+                how = ending(await asyncio.to_thread(template.wait))
+        except TimeoutError:
+            how = "it runs, but the system lets it start no process"
         raise OSError(f"the template of workers: {how}")
 
     @property

@@ -60,6 +60,8 @@ def main(
     link = socket.socket(fileno=int(arguments[0]))
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    # A fork must not ignore what the supervisor sends before it is a worker.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     if modules is None:
         modules = (*MODULES, *(CUDA_MODULES if arguments[1] == "cuda" else ()))
     before = os.environ.get(_ONE_THREAD)
@@ -94,6 +96,7 @@ def _become_worker(fork: processes.Fork) -> int:
     os.setsid()  # Ctrl-C in a terminal reaches the supervisor, which passes it on.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     # All workers have the template's command line. This name tells them apart, for instance in `ps -o comm`.
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"worker {fork.job['index']}".encode(), 0, 0, 0)
     if fork.alone:

@@ -17,7 +17,10 @@ FOLDER = "PUPPET_FOLDER"
 
 def main(how: str, arguments: Sequence[str]) -> int:
     line = WorkerEnd(int(arguments[0]))
-    task = line.task()
+    try:
+        task = line.task()
+    except EOFError:
+        return 1
     index = str(task.index)
     done = Path(os.environ[FOLDER], f"done-{index}")
     first = not done.exists()

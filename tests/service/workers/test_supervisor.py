@@ -15,6 +15,7 @@ from kestrel_grpc.settings.flags import SettingsError
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.workers import WorkersConfig
 from kestrel_grpc.workers import forks, restarts, supervisor
+from kestrel_grpc.workers.child import Child
 from kestrel_grpc.workers.supervisor import WorkersError, supervise
 from tests.forking.process import ForkedProcess
 from tests.service.workers import puppet
@@ -149,6 +150,45 @@ async def test_a_stop_does_not_wait_for_a_template_that_imports(puppets, monkeyp
     assert await task == 0
     with pytest.raises(ProcessLookupError):
         os.kill(templates(caplog)[0], 0)
+
+
+async def test_one_whose_start_the_stop_does_not_see_ends_by_itself(puppets, monkeypatch):
+    pids, handle = [], Child._handle
+
+    def never_begun(child, message):
+        if "pid" in message:
+            pids.append(message["pid"])
+        else:
+            handle(child, message)
+
+    monkeypatch.setattr(Child, "_handle", never_begun)
+    task = puppets("lives")
+    await so_far(lambda: len(pids) == 2, task)
+    terminate()
+    assert await task == 0
+    for pid in pids:
+        await until(lambda pid=pid: has_ended(pid), lambda: pids)
+
+
+async def test_a_signal_reaches_one_that_is_no_worker_yet(puppets, monkeypatch):
+    handle = Child._handle
+
+    def signalled(child, message):
+        handle(child, message)
+        if "pid" in message:
+            child.drain()
+
+    monkeypatch.setattr(Child, "_handle", signalled)
+    with pytest.raises(WorkersError, match="ended while loading: killed by SIGTERM"):
+        await puppets("lives")
+
+
+def has_ended(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 async def test_one_that_ends_too_often_ends_the_server(puppets, tmp_path, caplog):
