@@ -38,6 +38,8 @@ class BatchRunner:
         """Answers the requests. The server sets it before ``run``."""
         self._running: dict[asyncio.Task[None], Waiting] = {}
         """The tasks, with what they answer. A task that ends before its first step leaves it, too."""
+        self._ended: set[str] = set()
+        """The batches that have ended since the last claim began: it may have found requests of theirs."""
         self._paused: dict[str, float] = {}
         """The callers who wait, and until when."""
         self._called_at = clock.now()
@@ -54,6 +56,7 @@ class BatchRunner:
 
     def _cancel(self, batch_id: str) -> None:
         """Ends the computation for a batch that has ended."""
+        self._ended.add(batch_id)
         for task, request in self._running.items():
             if request.batch_id == batch_id:
                 task.cancel()
@@ -98,8 +101,11 @@ class BatchRunner:
         most = self._at_once - len(self._running)
         quiet = now - self._called_at >= OFF_PEAK_S
         taken = {request.place for request in self._running.values()}
+        self._ended.clear()
         claimed = await self.store.claim(most, self.forms, self._paused, taken, is_off_peak=quiet)
         for request in claimed:
+            if request.batch_id in self._ended:
+                continue
             task = asyncio.create_task(self._serve(request, self.calls))
             self._running[task] = request
             task.add_done_callback(self._done)

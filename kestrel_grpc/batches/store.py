@@ -81,7 +81,6 @@ class BatchStore:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _change(self, work: Callable[[], _T]) -> _T:
-
         loop = asyncio.get_running_loop()
 
         def change() -> _T:

@@ -270,12 +270,32 @@ async def test_a_request_has_as_long_as_its_batch(moved_clock, serve, tmp_path, 
     await until(lambda: served.engine.num_requests == 0)
 
 
-async def test_tasks_that_end_before_their_first_step_leave_nothing(tmp_path):
-    store = BatchStore(BatchesConfig(path=str(tmp_path / "batches.db")))
+async def two_requests(folder: Any) -> tuple[running.BatchRunner, str]:
+    """A runner of a batch of two requests, and the batch."""
+    store = BatchStore(BatchesConfig(path=str(folder / "batches.db")))
     runner, arriving = running.BatchRunner(store, 2), tables.Arriving(ANONYMOUS)
     runner.calls, runner.forms["/a"] = Any, Any
     await store.add_requests(arriving, [("a", b"a"), ("b", b"b")])
-    batch = await store.start_batch(arriving, tables.NewBatch("/a"))
+    return runner, (await store.start_batch(arriving, tables.NewBatch("/a")))["id"]
+
+
+async def test_a_batch_that_ends_as_its_requests_are_claimed_is_not_answered(tmp_path, monkeypatch):
+    runner, batch_id = await two_requests(tmp_path)
+    claim = runner.store.claim
+
+    async def claimed(*args: Any, **options: Any) -> Any:
+        found = await claim(*args, **options)
+        await runner.store.cancel(ANONYMOUS, batch_id)
+        return found
+
+    monkeypatch.setattr(runner.store, "claim", claimed)
+    await runner._begin()
+    assert not runner._running
+    await runner.close()
+
+
+async def test_tasks_that_end_before_their_first_step_leave_nothing(tmp_path):
+    runner, batch_id = await two_requests(tmp_path)
     await runner._begin()
     assert len(runner._running) == 2
     for task in runner._running:
@@ -283,7 +303,7 @@ async def test_tasks_that_end_before_their_first_step_leave_nothing(tmp_path):
     await until(lambda: not runner._running)
     await runner._begin()
     assert len(runner._running) == 2, "both are begun again"
-    await store.cancel(ANONYMOUS, batch["id"])
+    await runner.store.cancel(ANONYMOUS, batch_id)
     await until(lambda: not runner._running)
     await runner.close()
 
