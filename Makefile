@@ -29,7 +29,7 @@ $(SERVING) $(INSTALLED): pyproject.toml clients/python/pyproject.toml constraint
 
 install: $(INSTALLED) ## Make .venv with everything in it
 
-demo: $(SERVING) ## Serve the bundled model on the CPU, call every RPC, paint the answers into out/
+demo: $(SERVING) ## Serve the bundled model on the CPU, call its skills, paint the answers into out/
 	$(BIN)/kestrel-grpc demo --output out
 
 serve: $(SERVING) ## Serve the bundled model on 127.0.0.1:50051

@@ -44,7 +44,7 @@ _HERE = entries(
 _DEMO = CommandEntry(
     "kestrel_client.commands.demo",
     "serve",
-    "serve the bundled model, call every method, draw the answers",
+    "serve the bundled model, call its skills, draw the answers",
 )
 COMMANDS = {**_HERE, "demo": _DEMO, **program.COMMANDS, **_HERE}
 

@@ -1,4 +1,4 @@
-"""``demo``: starts a server, calls every method once, prints the answers and draws them on images.
+"""``demo``: starts a server, calls the skills that its model was taught, prints the answers and draws them on images.
 
 Its image, which bench uses too, is scene 0 of the evaluation set (training/scenes/evaluation_set.py). The model never
 saw it in training.
