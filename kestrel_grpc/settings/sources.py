@@ -71,7 +71,11 @@ class ConfigFile:
                 raise SettingsError(f"{self.name}:{section}: a key must stand in a section; {hint}")
             else:
                 near = get_close_matches(section, sections, n=1)
-                hint = f"; did you mean [{near[0]}]?" if near else f": {', '.join(sections)}"
+                hint = (
+                    f"; did you mean [{near[0]}]?"
+                    if near
+                    else f"; the sections are {', '.join(sections)}"
+                )
                 raise SettingsError(f"{self.name}: unknown section [{section}]{hint}")
 
 

@@ -46,7 +46,7 @@ def test_a_variable_is_named_with_its_value_once():
     ("command", "words"),
     [
         (["query", "", "what?"], "the name of an image is empty"),
-        (["caption", IMAGE, "loong"], "'loong' is neither an image nor a length; did you mean long?"),
+        (["caption", IMAGE, "loong"], "'loong' is neither an image nor a length; the lengths are short, normal"),
         (["run", "query", "--argument", "a=1", "--argument", "a=2"], "--argument 'a' is given twice"),
         (["bench", "--concurrency", "0"], "'0': must be a whole number from 1 to 65536"),
         (["health", "--wait", "nan"], "'nan': must be a number of seconds from 0"),

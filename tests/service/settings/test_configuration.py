@@ -145,7 +145,7 @@ def test_a_flag_names_another_file_than_the_variable(file, tmp_path):
         ("[server]\nmax-queue = 1", "kestrel.toml:server.max-queue: it belongs in [requests]"),
         ("max-queue = 1", "kestrel.toml:max-queue: a key must stand in a section; it belongs in [requests]"),
         ("[sever]\ngrace = 1", "kestrel.toml: unknown section [sever]; did you mean [server]?"),
-        ("[nothing]", "unknown section [nothing]: model, device"),
+        ("[nothing]", "unknown section [nothing]; the sections are model, device"),
         ("[security]\napi-key = 'k'", "a secret cannot stand in the file; set the variable KESTREL_API_KEY"),
         ("[model]\nadapter-api-key = 'k'", "a secret cannot stand in the file; set MOONDREAM_API_KEY"),
         ("[server", "kestrel.toml: is not valid TOML: "),

@@ -77,7 +77,7 @@ class CommandParser(Parser):
             message = f"unknown flag {wrong[1]}{hint}"
         elif (wrong := _INVALID_CHOICE.match(message)) is not None:
             choices = re.findall(r"[^\s,']+", wrong[3])
-            hint = suggestion(wrong[2], choices) or f"; choose from {', '.join(choices)}"
+            hint = f"; choose from {', '.join(choices)}{suggestion(wrong[2], choices)}"
             message = f"argument {wrong[1]}: invalid choice: {wrong[2]!r}{hint}"
         super().error(message)
 
@@ -173,9 +173,10 @@ def _address_flag(flag: str, flags: Iterable[str]) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean …?", or "" if no known word is similar."""
-    near = get_close_matches(word, list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """ "; did you mean …?", or "" if no known word is similar. The dashes that all flags have count for nothing."""
+    names = {each.lstrip("-"): each for each in known}
+    near = get_close_matches(word.lstrip("-"), names, 1)
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 class CommandEntry(NamedTuple):

@@ -121,6 +121,11 @@ def is_image_name(word: str) -> bool:
     )
 
 
+def may_name_images(word: str) -> bool:
+    """Whether a word is the name of an image or a pattern, which a question may look like."""
+    return is_image_name(word) or bool(_PATTERN & set(word))
+
+
 def split_words(words: Sequence[str], what: str, usage: str) -> tuple[list[str], str]:
     """Splits words into images and the last word, which is the question or object. ``what`` names it in errors.
 

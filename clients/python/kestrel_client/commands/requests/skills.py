@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from kestrel_client import (
@@ -37,7 +36,7 @@ from .flags import (
     sampling,
     tile_grid,
 )
-from .inputs import IMAGE_HELP, Input, image_names, open_inputs, split_words
+from .inputs import IMAGE_HELP, Input, image_names, may_name_images, open_inputs, split_words
 from .output import Output, event_dict, print_event, print_logprobs, print_nothing, print_result
 
 _LENGTHS = ("short", "normal", "long")
@@ -190,10 +189,9 @@ def _words(args: argparse.Namespace) -> tuple[list[str], str | list[str]]:
         images, word = words[:-1], words[-1]
     else:
         images, word = words, args.length or "normal"
-        if len(words) > 1 and not os.path.exists(words[-1]):
-            hint = suggestion(words[-1], _LENGTHS)
-            if hint:
-                raise SettingsError(f"{words[-1]!r} is neither an image nor a length{hint}")
+        if len(words) > 1 and not may_name_images(words[-1]):
+            hint = f"the lengths are {', '.join(_LENGTHS)}{suggestion(words[-1], _LENGTHS)}"
+            raise SettingsError(f"{words[-1]!r} is neither an image nor a length; {hint}")
     if not images and command != "query":
         raise SettingsError(f"no image is given: {usage}")
     return images, word
