@@ -221,7 +221,8 @@ class _Code(host_code.Code):
 
     def _linear(self, name: str, rows: Any, y: Any, n: int, k: int, *, adds: bool = False) -> Any:
         """The arguments of a product with ``rows`` of ``k`` floats. See `few_rows.Code`."""
-        place = self._own.wide if k == self._shape.inner else self._own.narrow
+        # proj and fc2 are prepared together.
+        place = self._own.wide if name == "fc2" else self._own.narrow
         numbers, steps, sums = (self._b.add(self._begin_own, self._long(at)) for at in place)
         weight = {part: self._number_of_block(f"{name}_{part}") for part in _PARTS}
         x = numbers if self._shape.form == "bf16" else rows

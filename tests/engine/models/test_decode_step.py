@@ -22,9 +22,9 @@ TEXT = TextConfig(
 LENGTHS = 40, 1, 17
 
 
-def model_of(form):
+def model_of(form, text=TEXT):
     tensors = {}
-    for name, wide in random_tensors(replace(small_config("moondream2"), text=TEXT)).items():
+    for name, wide in random_tensors(replace(small_config("moondream2"), text=text)).items():
         if not name.startswith("text."):
             continue
         tensors[name] = wide.bfloat16()
@@ -32,7 +32,7 @@ def model_of(form):
             rounding = round_rows if form == "int8" else round_to_groups
             tensors[name], tensors[scale_of(name)] = rounding(wide)
     weight_only.pack_for_cpu(tensors)
-    return TextModel(TEXT, tensors)
+    return TextModel(text, tensors)
 
 
 def inputs():
@@ -78,6 +78,15 @@ def test_it_computes_what_the_blocks_do(form, monkeypatch):
     assert difference(found, wanted) < 0.02
     assert torch.equal(stored.isnan(), own.isnan())
     assert difference(stored.nan_to_num(), own.nan_to_num()) < 0.01
+
+
+@torch.inference_mode()
+def test_the_inputs_of_proj_and_fc2_are_kept_apart_though_they_have_one_size(monkeypatch):
+    model, (x, slots, pools) = model_of("bf16", replace(TEXT, ff_dim=TEXT.dim)), inputs()
+    assert model._decode_step is not None
+    found = run(model, x[:1], slots[:1], pools.clone())
+    monkeypatch.setitem(vars(model), "_decode_step", None)
+    assert difference(found, run(model, x[:1], slots[:1], pools.clone())) < 0.02
 
 
 @torch.inference_mode()
