@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXEMPLARS = "OTEL_METRICS_EXEMPLAR_FILTER"
+_AGGREGATION = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"
+_EXPLICIT = "explicit_bucket_histogram"
 FLUSH_S = 5.0
 """How long a stopping server waits for its last spans and metrics to be exported."""
 
@@ -272,6 +274,10 @@ def open_telemetry(
         metrics = ServiceMetrics(
             meter_provider.get_meter(names.SCOPE), num_calls, is_ready, guard, ended
         )
+        if (asked := os.environ.get(_AGGREGATION) or _EXPLICIT) != _EXPLICIT:
+            logger.warning(
+                "%s=%s does not apply: histograms have fixed buckets", _AGGREGATION, asked
+            )
         for each in readers:
             each.dense, each.changing = metrics.histograms, metrics.lora_info
         shutdowns.append(meter_provider.shutdown)

@@ -55,7 +55,7 @@ class DenseHistogram:
     less than a microsecond. The readers add this histogram to the SDK's data in the SDK's form, so Prometheus and OTLP
     export it like any other.
 
-    One thread writes, other threads read. A read during a write may miss the group that is being added.
+    A thread for each model writes, other threads read. A read during a write may miss the group that is being added.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -80,8 +80,7 @@ class DenseHistogram:
             series.exemplars[bucket] = Exemplar({}, value, now, span.span_id, span.trace_id)
 
     def _begin(self, labels: Labels) -> _Series:
-        series = self._series[labels] = _Series(len(self._metric.buckets) + 1)
-        return series
+        return self._series.setdefault(labels, _Series(len(self._metric.buckets) + 1))
 
     def points(self) -> dict[Labels, HistogramDataPoint]:
         """All values since the start, by their labels."""

@@ -352,3 +352,10 @@ def test_principals_are_bounded():
     by_name = {point.attributes["kestrel.principal"]: point.value for point in counted}
     assert len(by_name) == MOST_PRINCIPALS + 1 and by_name["other"] == 2 * MOST_PRINCIPALS
     provider.shutdown()
+
+
+async def test_a_variable_that_asks_for_other_buckets_is_named(serve, monkeypatch, caplog):
+    variable = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"
+    monkeypatch.setenv(variable, "base2_exponential_bucket_histogram")
+    await serve(server_config={"telemetry": TelemetryConfig(prometheus="127.0.0.1:0")})
+    assert f"{variable}=base2_exponential_bucket_histogram does not apply" in caplog.text
