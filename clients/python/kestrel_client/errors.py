@@ -69,7 +69,8 @@ class QuotaViolation:
 
 STATUS_DROPPED = "Internal error from Core"
 """The message of gRPC itself, on an asyncio channel, if it could not send a message of a stream because the server had
-just ended the call. It drops the server's status, so only another attempt shows it."""
+just ended the call, or the connection was lost. It drops the status, so only another attempt shows it. The server has
+not seen the end of the stream."""
 
 
 class RpcError(KestrelError):

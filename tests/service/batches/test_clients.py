@@ -21,6 +21,7 @@ from kestrel_client import (
     InvalidImageError,
     InvalidRequestError,
     KestrelClient,
+    KestrelError,
     NotFoundError,
     QueryTask,
 )
@@ -213,6 +214,29 @@ def test_flags_that_do_not_fit(tmp_path, capsys):
     ):
         assert main([*words, *flags]) == 2
         assert part in capsys.readouterr().err
+
+
+async def test_what_the_second_attempt_reads_is_not_left_out(serve, tmp_path, monkeypatch):
+    served = await serve(server_config=kept_in(tmp_path))
+    image, whole, sent = tmp_path / "late.png", PreparedCall.send, []
+
+    async def dropped(prepared):
+        sent.extend([each async for each in prepared.request()])
+        pyvips.Image.black(8, 8).write_to_file(str(image))
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), STATUS_DROPPED
+        )
+
+    monkeypatch.setattr(
+        PreparedCall, "send", lambda self, stub: whole(self, stub) if sent else dropped(self)
+    )
+    asked, left_out = (None, QueryTask("Why?")), dict[str, KestrelError]()
+    async with AsyncKestrelClient(served.server.addresses[0]) as client:
+        requests = {"a": (image, CaptionTask()), "b": asked}
+        batch = await client.create_batch(requests, left_out=left_out)
+        [only] = await client.list_batches()
+    assert len(sent) == 2, "the info and b"
+    assert (batch.total_requests, only.batch_id, left_out) == (2, batch.batch_id, {})
 
 
 async def test_a_server_without_batches_is_named(serve, monkeypatch):

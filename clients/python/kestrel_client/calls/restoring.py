@@ -35,9 +35,8 @@ class Repeats:
 
     def pause_s(self, prepared: PreparedCall[Any], error: RpcError) -> float | None:
         """Seconds until the call is sent again; None if it is not to be repeated."""
-        if (
-            error.message != STATUS_DROPPED
-        ):  # Then the server has refused the call, and nothing has come of it.
+        # Without the end of a stream, nothing comes of it, and so a call whose status was dropped may be sent again.
+        if error.message != STATUS_DROPPED:
             if not isinstance(error, ConnectionLostError) or not prepared.method.repeatable:
                 return None
         self._count += 1

@@ -52,6 +52,7 @@ class Batches(ServerFacts):
             yield pb.CreateBatchRequest(info=pb.BatchInfo(total_requests=total, off_peak=off_peak))
             for custom_id, (image, tasks) in requests.items():
                 prepare = self._requests.batched
+                failed.pop(custom_id, None)  # Of an earlier attempt to send the batch.
                 try:
                     yield prepare(custom_id, image, tasks, options)
                 except KestrelError as error:
