@@ -21,7 +21,12 @@ from ..process.interpreter import set_up_interpreter
 from ..process.open_files import complaint, raise_limit
 from ..process.skill_plugins import skill_registry
 from ..settings.addresses import AddressError
-from ..settings.configuration import add_flags, configuration, print_configuration
+from ..settings.configuration import (
+    add_flags,
+    configuration,
+    print_configuration,
+    without_effect,
+)
 from ..settings.flags import Parser
 from ..settings.server import ServerConfig
 from ..settings.sources import SettingsError, name_of
@@ -84,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         else skill_registry(config.skills, name_of(args, "--skill"))
     )
     set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
+    for line in without_effect(args.settings, os.environ):
+        logger.warning("%s", line)
     raise_limit()
     if settled.runtime.confine != "off":
         maintenance.hide_memory()

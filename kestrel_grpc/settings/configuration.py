@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kestrel_client.commands.parser import suggestion
 from kestrel_engine import RuntimeConfig
 
 from .batches import BatchesConfig
@@ -20,13 +21,15 @@ from .model import add_model_flags, runtime_configs
 from .security import add_security_flags, security_config
 from .server import ServerConfig, server_config
 from .shared_images import PASSWORD_VARIABLE, SharedImagesConfig
-from .sources import CONFIG_FLAG, CONFIG_VARIABLE, FlagSetting, read_config_file
+from .sources import CONFIG_FLAG, CONFIG_VARIABLE, FlagSetting, read_config_file, variable_of
 from .telemetry import TelemetryConfig
 from .workers import WorkersConfig
 
 _HIDDEN = "(hidden)"
 SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY", PASSWORD_VARIABLE)
 """Variables that have neither a flag nor a key."""
+_OF_A_CLUSTER = re.compile(r"KESTREL_(\w+_)?(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+)")
+"""Kubernetes sets these for a Service whose name begins with kestrel."""
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
 
 
@@ -82,6 +85,16 @@ def known_settings() -> Sequence[FlagSetting]:
     add_flags(parser, {})
     add_settings(parser, ClusterConfig, environ={})
     return parser.sources.settings
+
+
+def without_effect(settings: Sequence[FlagSetting], environ: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like one of ``settings`` and is none of them."""
+    known = {CONFIG_VARIABLE, *SECRETS, *(variable_of(each.flag) for each in settings)}
+    return [
+        f"{name} has no effect: it names no setting{suggestion(name, known)}"
+        for name in sorted(environ)
+        if name.startswith("KESTREL_") and name not in known and not _OF_A_CLUSTER.fullmatch(name)
+    ]
 
 
 def print_configuration(

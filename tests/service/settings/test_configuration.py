@@ -14,6 +14,7 @@ from kestrel_grpc.settings.configuration import (
     configuration,
     known_settings,
     print_configuration,
+    without_effect,
 )
 from kestrel_grpc.settings.flags import Parser, SettingsError, add_settings, configured
 from kestrel_grpc.settings.sources import read_config_file
@@ -168,6 +169,16 @@ def test_a_file_that_cannot_be_read(variables):
         whole_configuration(*flags, **variables)
     name = "KESTREL_CONFIG" if variables else "--config"
     assert str(caught.value) == f"{name}=/nowhere.toml: cannot be read: No such file or directory"
+
+
+def test_a_variable_that_names_no_setting_is_told():
+    settings, _ = parsed()
+    others = ("KESTREL_SERVICE_HOST", "KESTREL_FRONT_PORT_8080_TCP_ADDR", "KESTREL_PORT", "PATH")
+    known = ("KESTREL_CONFIG", "KESTREL_API_KEY", "KESTREL_TOKEN_BUDGET")
+    environ = dict.fromkeys((*others, *known, "KESTREL_TOKN_BUDGET"), "1")
+    assert without_effect(settings, environ) == [
+        "KESTREL_TOKN_BUDGET has no effect: it names no setting; did you mean KESTREL_TOKEN_BUDGET?"
+    ]
 
 
 def test_an_operator_has_few_settings():
