@@ -164,11 +164,7 @@ def _cards(config: RuntimeConfig, driver: str | None) -> Iterator[Finding]:
         remedy = "install a torch build for this GPU"
         yield Finding("gpu", "fail", f"{message}; this torch has no kernels for it", remedy)
         return
-    fast = [
-        "FP8" if found.fp8 else "no FP8",
-        "attention kernels fa3" if found.fa3 else "attention kernels fa2",
-    ]
-    yield Finding("gpu", "ok", f"{message}; {', '.join(fast)}")
+    yield Finding("gpu", "ok", f"{message}; {'FP8' if found.fp8 else 'no FP8'}")
     yield from _libraries(config, device)
 
 

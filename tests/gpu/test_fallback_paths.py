@@ -1,4 +1,4 @@
-"""Paths of cards that aren't here, forced on the one that is: without FP8, fa3, FlashInfer, graphs or Triton."""
+"""Paths of cards that aren't here, forced on the one that is: without FP8, FlashInfer, graphs or Triton."""
 
 import dataclasses
 

@@ -18,8 +18,6 @@ OLDEST = (8, 0)
 """Ampere, the first generation with bfloat16 tensor cores, asynchronous copies and suitable attention kernels."""
 FIRST_FP8 = (8, 9)
 """Ada, the first generation whose tensor cores multiply FP8."""
-FA3 = (9, 0)
-"""Hopper. FlashInfer's fa3 kernels use instructions that neither older nor newer GPUs have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +35,6 @@ class Capabilities:
     def fp8(self) -> bool:
         """Whether its tensor cores multiply float8_e4m3fn."""
         return self.compute_capability >= FIRST_FP8
-
-    @property
-    def fa3(self) -> bool:
-        """Whether FlashInfer's fa3 kernels run on the device. If not, it uses fa2."""
-        return self.compute_capability == FA3
 
 
 def capabilities(device: torch.device) -> Capabilities:

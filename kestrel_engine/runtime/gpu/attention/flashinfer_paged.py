@@ -1,4 +1,4 @@
-"""FlashInfer's paged attention for the text and the image blocks of a prefill pass, and for decode.
+"""FlashInfer's paged attention for the text of a prefill pass, and for decode.
 
 All uses share one workspace on the device, because they run one after the other on one stream. `FlashInfer` imports the
 package and raises ConfigError without it.
@@ -10,9 +10,9 @@ overwrite that buffer before the copy is done, so each use records an event.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from torch import Tensor
 
 from ....errors import ConfigError
 from ....models.kv_format import UNSCALED, Scales
-from ..device import capabilities
 
 if TYPE_CHECKING:
     from ..prefill.batch import TextPart
 
+BACKEND = "fa2"
+"""FlashInfer's kernels for prompts. Those of fa3 multiply by zero what lies beyond a sequence's last value. Values of
+another sequence may be left there; if one is NaN, so is the product. fa2 writes zeros there."""
 WORKSPACE_BYTES = 128 << 20
 """The size that FlashInfer recommends for split-KV results."""
 DTYPES = (torch.bfloat16, torch.float16)
@@ -42,10 +44,6 @@ class PlannedText(Protocol):
         ``scales``.
         """
         ...
-
-
-PlannedBlocks: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Writes the attention output of q, k and v [n * length, H, D] to the last argument [n * length, H*D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ def page_indices(
 
 
 class FlashInfer:
-    """The imported package, its workspace, and the generation of kernels for the device (fa3 or fa2).
+    """The imported package and its workspace.
 
     Raises ConfigError without the package, and for a dtype or device that it does not support.
     """
@@ -94,7 +92,6 @@ class FlashInfer:
                 f"{error}; install flashinfer-python (pip install ./clients/python '.[flashinfer]' in the repository)",
             ) from error
         self.device, self.dtype = device, dtype
-        self.backend = "fa3" if capabilities(device).fa3 else "fa2"
         # The decode wrapper keeps counters in the workspace, which must start at zero.
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
@@ -130,7 +127,7 @@ class FlashInferText:
         self._flashinfer = flashinfer
         make = flashinfer.library.BatchPrefillWithPagedKVCacheWrapper
         self._ring = _Ring(
-            [make(flashinfer.workspace, "NHD", backend=flashinfer.backend) for _ in range(depth)]
+            [make(flashinfer.workspace, "NHD", backend=BACKEND) for _ in range(depth)]
         )
 
     def plan(
@@ -163,32 +160,6 @@ class FlashInferText:
             _run(wrapper, q, ((_paged(keys, page_size), _paged(values, page_size)),), out)
 
         return attend
-
-
-class FlashInferBlocks:
-    """Unmasked attention within each of n blocks of equal length."""
-
-    def __init__(self, flashinfer: FlashInfer, *, depth: int = 3) -> None:
-        self._flashinfer = flashinfer
-        make = flashinfer.library.BatchPrefillWithRaggedKVCacheWrapper
-        self._ring = _Ring(
-            [make(flashinfer.workspace, "NHD", backend=flashinfer.backend) for _ in range(depth)]
-        )
-
-    def plan(self, num_blocks: int, length: int, num_heads: int, head_dim: int) -> PlannedBlocks:
-        each = np.arange(num_blocks + 1, dtype=np.int32) * np.int32(length)
-        bounds = _pinned(each, self._flashinfer.device)
-        wrapper = self._ring.plan(
-            bounds,
-            bounds,
-            num_qo_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim_qk=head_dim,
-            causal=False,
-            q_data_type=self._flashinfer.dtype,
-            kv_data_type=self._flashinfer.dtype,
-        )
-        return lambda q, k, v, out: _run(wrapper, q, (k, v), out)
 
 
 class FlashInferDecode:

@@ -20,13 +20,7 @@ from torch import Tensor
 from ....errors import ConfigError
 from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from .blocks import BlockAttention
-from .flashinfer_paged import (
-    FlashInfer,
-    FlashInferBlocks,
-    FlashInferText,
-    PlannedBlocks,
-    PlannedText,
-)
+from .flashinfer_paged import FlashInfer, FlashInferText, PlannedText
 
 if TYPE_CHECKING:
     from ..prefill.batch import PrefillBatch, TextPart
@@ -39,13 +33,12 @@ MAX_GATHERED = 16384
 class AttentionChoice:
     """The library of each kind of attention.
 
-    ``text`` and ``blocks``: FlashInfer's, for passes that are not captured; None for ``own_blocks`` and torch.
-    ``own_blocks``: for blocks without FlashInfer, in captured passes too. ``captures``: passes that fit may run
-    captured, with our own kernel for the text. ``decode``: FlashInfer for decode steps; None for our own kernel.
+    ``text``: FlashInfer's, for passes that are not captured; None for torch. ``own_blocks``: of images, in captured
+    passes too. ``captures``: passes that fit may run captured, with our own kernel for the text. ``decode``: FlashInfer
+    for decode steps; None for our own kernel.
     """
 
     text: FlashInferText | None = None
-    blocks: FlashInferBlocks | None = None
     own_blocks: BlockAttention = field(default_factory=BlockAttention)
     captures: bool = True
     decode: FlashInfer | None = None
@@ -61,9 +54,9 @@ def choose_attention(
     """Chooses the library of each kind of attention.
 
     With a ``name`` of "auto" or "triton", our kernels compute decode and the text of captured passes, and torch the
-    rest; nothing needs nvcc. With "flashinfer", FlashInfer computes everything, and compiles its kernels for a minute
-    or two at their first use. With "torch", torch computes prompts, and our kernel computes decode. ``pool``: the dtype
-    of the KV cache, if it isn't ``dtype``. FlashInfer does not read an FP8 KV cache.
+    rest; nothing needs nvcc. With "flashinfer", FlashInfer computes all but images, which torch computes, and compiles
+    its kernels at their first use. With "torch", torch computes prompts, and our kernel computes decode. ``pool``: the
+    dtype of the KV cache, if it isn't ``dtype``. FlashInfer does not read an FP8 KV cache.
 
     Raises ConfigError for an unknown name, and if FlashInfer is named and not available.
     """
@@ -75,9 +68,8 @@ def choose_attention(
         )
     if name == "flashinfer":
         library = FlashInfer(device, dtype)
-        # fa2 is slower than torch.
-        blocks = FlashInferBlocks(library) if library.backend == "fa3" else None
-        return AttentionChoice(FlashInferText(library), blocks, captures=False, decode=library)
+        # FlashInfer's fa2 is slower than torch.
+        return AttentionChoice(FlashInferText(library), captures=False, decode=library)
     return AttentionChoice(
         own_blocks=BlockAttention.choose(device, dtype, own=name != "torch"),
         captures=name != "torch",
@@ -102,10 +94,7 @@ class PrefillAttention:
         self._block_tokens = self._num_blocks * self._length
         self._own_blocks = choice.own_blocks
         self._text: PlannedText | None = None
-        self._blocks: PlannedBlocks | None = None
         num_heads, head_dim = key_pool.shape[-2:]
-        if choice.blocks is not None and self._num_blocks:
-            self._blocks = choice.blocks.plan(self._num_blocks, self._length, num_heads, head_dim)
         if batch.text:
             begin = self._block_tokens
             for part in batch.text:
@@ -123,9 +112,7 @@ class PrefillAttention:
         ``q``, ``k``, ``v``: [T, H, D], rotated. The KV cache holds k and v already. All may have any row stride.
         """
         split = self._block_tokens
-        if split and self._blocks is not None:
-            self._blocks(q[:split], k[:split], v[:split], out[:split])
-        elif split:
+        if split:
             blocks = self._num_blocks, self._length
             self._own_blocks(blocks, q[:split], k[:split], v[:split], out[:split])
         if self._text is not None:

@@ -57,6 +57,6 @@ def stand_in(device: torch.device, dtype: torch.dtype = torch.float32) -> FlashI
     Wrapper.made = []
     made = object.__new__(FlashInfer)
     made.library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
-    made.device, made.dtype, made.backend = device, dtype, "fa2"
+    made.device, made.dtype = device, dtype
     made.workspace = torch.zeros(16, dtype=torch.uint8, device=device)
     return made

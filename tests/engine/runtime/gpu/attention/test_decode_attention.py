@@ -118,7 +118,8 @@ def test_what_is_planned_stays_where_a_captured_graph_looks():
 def test_names_and_who_computes_then(monkeypatch):
     cuda = torch.device("cuda")
     library = stand_in(DEVICE)
-    library.library.BatchPrefillWithPagedKVCacheWrapper = lambda *_, **__: None
+    kernels = set()
+    library.library.BatchPrefillWithPagedKVCacheWrapper = lambda *_, backend: kernels.add(backend)
     monkeypatch.setattr(prefill_attention, "FlashInfer", lambda device, dtype: library)
     monkeypatch.setattr(block_attention, "works", lambda backend, probe: True)
     monkeypatch.setattr(block_attention.torch, "zeros", lambda *_, **__: None)
@@ -134,6 +135,7 @@ def test_names_and_who_computes_then(monkeypatch):
     }
     assert [name for name, choice in chosen.items() if choice.captures] == ["auto", "triton"]
     assert [name for name, choice in chosen.items() if choice.decode] == ["flashinfer"]
+    assert kernels == {"fa2"}, "fa3 carries NaN from one sequence to another"
     cudnn = SDPBackend.CUDNN_ATTENTION
     assert chosen["auto"].own_blocks == BlockAttention(True, cudnn)
     assert chosen["torch"].own_blocks == BlockAttention(False, cudnn)
