@@ -16,6 +16,7 @@ from kestrel_client.commands.bench.reporting.results import (
     stage_result,
     write_results,
 )
+from kestrel_client.commands.bench.reporting.text import stage_table
 from kestrel_client.commands.bench.sending.sender import Stage
 from kestrel_client.commands.bench.tally import Tally
 from kestrel_client.commands.parser import CommandError
@@ -32,6 +33,12 @@ def stage(level, latency_s, *, loop="closed", overload=(), limits=()):
     tally.errors["<b>QUEUE_FULL</b>"] = 1
     client = {"processes": 1, "cpu_share": 0.2, "limits": list(limits)}
     return stage_result(Stage(loop, level, 3.0, most_in_flight=64), tally, list(overload), client)
+
+
+def test_a_table_without_rates_says_why():
+    short = {**stage(8, 1.5), "throughput_rps": 0.0}
+    assert "no request ended within this time" in stage_table(short)
+    assert "no request ended" not in stage_table(stage(8, 1.5))
 
 
 def run(label="a run", *, loop="closed", slower=1.0):

@@ -24,6 +24,10 @@ def stage_table(stage: Plain) -> str:
     ):
         if spread := stage[name]:
             lines.append(f"{title:24}" + "".join(f"{1e3 * spread[c]:10.1f}" for c in _COLUMNS))
+    if stage["requests_success"] and not stage["throughput_rps"]:
+        lines.append(
+            "no request ended within this time, so there are no rates: give more --seconds"
+        )
     lines += [f"{count} failed: {words}" for words, count in stage["errors"].items()]
     lines += [f"overloaded: {reason}" for reason in stage["overload_reasons"]]
     lines += [f"the client may have limited this: {why}" for why in stage["client"]["limits"]]
