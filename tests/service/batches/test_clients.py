@@ -93,7 +93,7 @@ async def test_both_clients_create_and_read_batches(serve, images, tmp_path):
     await asyncio.to_thread(ask)
     async with AsyncKestrelClient(address) as client:
         missing = {**requests, "missing": (images / "no.png", CaptionTask())}
-        with pytest.raises(InvalidImageError):
+        with pytest.raises(InvalidImageError, match=r"requests\['missing'\]: .*no\.png"):
             await client.create_batch(missing)
         assert await client.list_batches() == (), "nothing is stored of it"
         left_out: dict[str, Any] = {}

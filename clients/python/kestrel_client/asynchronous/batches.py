@@ -12,7 +12,7 @@ from ..calls.prepared_call import Method, prepare_call
 from ..calls.requests.building import build, whole
 from ..calls.requests.options import HandlingOptions
 from ..calls.requests.requests import Requests
-from ..errors import KestrelError, RpcError
+from ..errors import InvalidRequestError, KestrelError, RpcError
 from ..values.batches import (
     Batch,
     BatchRequests,
@@ -58,6 +58,8 @@ class AsyncBatches(AsyncServerFacts):
                 except KestrelError as error:
                     failed[custom_id] = error
                     if left_out is None:
+                        if isinstance(error, InvalidRequestError):
+                            error.args = (f"requests[{custom_id!r:.100}]: {error}",)
                         return  # The server refuses a batch with fewer requests.
 
         prepared = prepare_call(
