@@ -112,11 +112,16 @@ def _shape_of(block: TextBlock, half: int) -> Shape | None:
     if block.tau is not None or not isinstance(block.mlp, Mlp):
         return None
     linears, kinds = _linears(block), set()
+    narrow = [block.ln.weight, block.ln.bias]
     for linear in linears:
         form, bias = few_rows.form_of(linear.weight), linear.bias
-        if form is None or bias is None or bias.dtype != torch.bfloat16:
+        if form is None or bias is None or not linear.weight.is_contiguous():
             return None
+        narrow += [bias] if linear.scale is None else [bias, linear.scale]
         kinds.add((form, few_rows.group_of(form, linear.weight, linear.scale)))
+    # The function reads these by their addresses.
+    if any(each.dtype != torch.bfloat16 or not each.is_contiguous() for each in narrow):
+        return None
     form, group = kinds.pop()
     qkv, fc1, proj, _ = (len(linear.weight) for linear in linears)
     head = proj // block.n_heads

@@ -98,7 +98,7 @@ def test_a_number_that_is_not_finite_shows_in_its_row_only():
 
 
 @torch.inference_mode()
-def test_what_it_cannot_take_is_left_to_the_blocks():
+def test_what_it_cannot_take_is_left_to_the_blocks(monkeypatch):
     model, (x, _, _) = model_of("bf16"), inputs()
     step = model._decode_step
     assert step is not None and step.takes(x)
@@ -108,6 +108,16 @@ def test_what_it_cannot_take_is_left_to_the_blocks():
     for config in (small_config("moondream2"), small_config("moondream3")):
         tensors = {name: each.bfloat16() for name, each in random_tensors(config).items()}
         assert TextModel(config.text, tensors)._decode_step is None
-    model.blocks[1].proj = replace(model.blocks[1].proj, bias=None)
-    del model._decode_step
-    assert model._decode_step is None
+    block = model.blocks[1]
+    proj, norm = block.proj, block.ln
+    for name, part in (
+        ("proj", replace(proj, bias=None)),
+        ("proj", replace(proj, weight=proj.weight.t())),
+        ("proj", replace(proj, bias=proj.bias.float())),
+        ("ln", replace(norm, weight=norm.weight.float())),
+        ("ln", replace(norm, bias=norm.bias.repeat(2)[::2])),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(block, name, part)
+            del model._decode_step
+            assert model._decode_step is None, name
