@@ -20,6 +20,8 @@ from .host_code import LANES
 
 SUMS = 1 << 21
 """Sums that are scaled at a time. They stay in the processor's caches."""
+MOST_COLUMNS = 1 << 17
+"""Of a weight: a sum of more products of two bytes may exceed 32 bits."""
 
 _Kind = Literal["round", "scale", "gelu"]
 
@@ -30,6 +32,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         weight.dtype == torch.int8
         and weight.dim() == 2
         and weight.shape[0] % LANES == weight.shape[1] % LANES == 0
+        and weight.shape[1] <= MOST_COLUMNS
         and _compiles(x)
         and bool(host_code.features().get("avx512vnni"))
     )
