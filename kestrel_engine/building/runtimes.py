@@ -55,8 +55,10 @@ def _torch_runtime(
         pack_for_cpu(tensors)
     large_pages.move(tensors.values())
     pool = plan_of_pool(plan, refiner)
+    model = Moondream(plan.model, tensors)
+    model.text.compile_decode(plan.sizes.max_batch_size)
     runtime = TorchRuntime(
-        Moondream(plan.model, tensors),
+        model,
         plan.model,
         num_pages=pool.num_pages,
         page_size=plan.page_size,

@@ -75,7 +75,7 @@ class DecodeStep:
     ) -> Tensor:
         """Returns the residual stream [rows, dim] after the last block. Stores keys and values."""
         rows = len(x)
-        shape = replace(self._shape, rows=1 << (rows - 1).bit_length())
+        shape = self._shape_for(rows)
         stream = x.new_zeros(shape.rows, shape.dim, dtype=torch.float32)
         stream[:rows] = x
         tensors = {
@@ -100,6 +100,14 @@ class DecodeStep:
         sizes = self._num_blocks, attention.keys[0].nbytes, rows, shape.heads, attention.longest
         _compiled(shape)(*pointers, *sizes)
         return stream[:rows].to(x.dtype)
+
+    def compile(self, most_rows: int) -> None:
+        """Compiles the pass for up to ``most_rows`` rows, so that no later call waits for that."""
+        for rows in range(1, min(most_rows, few_rows.MOST_ROWS) + 1):
+            _compiled(self._shape_for(rows))
+
+    def _shape_for(self, rows: int) -> Shape:
+        return replace(self._shape, rows=1 << (rows - 1).bit_length())
 
 
 def shape_of(blocks: Sequence[TextBlock], rotary_dim: int) -> Shape | None:

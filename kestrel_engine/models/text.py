@@ -18,6 +18,7 @@ from ..types.model_config import TextConfig
 from .attention import Attention
 from .decode_attention import DecodeAttention
 from .decode_step import DecodeStep, shape_of
+from .few_rows import MOST_ROWS
 from .layers import LayerNorm, Linear, Mlp, Tensors, gelu_erf
 from .low_rank import TextAdapters
 from .rope import RotaryTable, Rotation
@@ -231,6 +232,16 @@ class TextModel:
         for block in self.blocks:
             x = block(x, placement, attention, adapters)
         return x
+
+    @torch.inference_mode()
+    def compile_decode(self, most_rows: int) -> None:
+        """Compiles what decode passes of up to ``most_rows`` rows on a CPU need, if the blocks are one function there.
+        Otherwise, the first pass of some rows waits for that while requests run."""
+        if self._decode_step is None:
+            return
+        self._decode_step.compile(most_rows)
+        for rows in range(1, min(most_rows, MOST_ROWS) + 1):
+            self.logits(self.wte[:rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [n, vocab] float32 of ``hidden`` [n, dim], the residual stream before ``post_ln``."""

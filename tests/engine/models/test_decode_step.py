@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.models import few_rows, weight_only
+from kestrel_engine.models import decode_step, few_rows, weight_only
 from kestrel_engine.models.decode_attention import DecodeAttention
 from kestrel_engine.models.text import TextModel
 from kestrel_engine.models.weight_only import round_rows, round_to_groups, scale_of
@@ -87,6 +87,18 @@ def test_the_inputs_of_proj_and_fc2_are_kept_apart_though_they_have_one_size(mon
     found = run(model, x[:1], slots[:1], pools.clone())
     monkeypatch.setitem(vars(model), "_decode_step", None)
     assert difference(found, run(model, x[:1], slots[:1], pools.clone())) < 0.02
+
+
+def test_what_is_compiled_at_the_start_is_not_compiled_again():
+    model, (x, slots, pools) = model_of("bf16"), inputs()
+    model.compile_decode(len(x))
+    so_far = decode_step._compiled.cache_info(), few_rows._compiled.cache_info()
+    with torch.inference_mode():
+        model.logits(run(model, x, slots, pools))
+        model.logits(run(model, x[:1], slots[:1], pools))
+    after = decode_step._compiled.cache_info(), few_rows._compiled.cache_info()
+    assert [now.misses - before.misses for before, now in zip(so_far, after, strict=True)] == [0, 0]
+    assert sum(now.hits - before.hits for before, now in zip(so_far, after, strict=True)) > 0
 
 
 @torch.inference_mode()
