@@ -28,6 +28,20 @@ from .workers import WorkersConfig
 _HIDDEN = "(hidden)"
 SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY", PASSWORD_VARIABLE)
 """Variables that have neither a flag nor a key."""
+_OF_CLIENTS = tuple(
+    f"KESTREL_{name}"
+    for name in (
+        "TOKEN",
+        "SERVER",
+        "TIMEOUT",
+        "TLS",
+        "CA",
+        "CLIENT_CERT",
+        "CLIENT_KEY",
+        "SERVER_NAME",
+    )
+)
+"""Variables of the commands that call a server."""
 _OF_A_CLUSTER = re.compile(r"KESTREL_(\w+_)?(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+)")
 """Kubernetes sets these for a Service whose name begins with kestrel."""
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
@@ -89,7 +103,12 @@ def known_settings() -> Sequence[FlagSetting]:
 
 def without_effect(settings: Sequence[FlagSetting], environ: Mapping[str, str]) -> list[str]:
     """A line for each variable that looks like one of ``settings`` and is none of them."""
-    known = {CONFIG_VARIABLE, *SECRETS, *(variable_of(each.flag) for each in settings)}
+    known = {
+        CONFIG_VARIABLE,
+        *SECRETS,
+        *_OF_CLIENTS,
+        *(variable_of(each.flag) for each in settings),
+    }
     return [
         f"{name} has no effect: it names no setting{suggestion(name, known)}"
         for name in sorted(environ)

@@ -8,12 +8,10 @@ import ctypes
 import importlib
 import os
 import platform
-import re
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from importlib import metadata
 from typing import Literal
 
@@ -32,11 +30,12 @@ from ...security.identity.tokens import TokenFileError
 from ...security.listening import check_exposure
 from ...security.metrics_door import MetricsDoor
 from ...settings.addresses import AddressError, check_free
+from ...settings.configuration import without_effect
 from ...settings.flags import SettingsError
 from ...settings.security import SecurityConfig
 from ...settings.server import ServerConfig
-from ...settings.shared_images import PASSWORD_VARIABLE, SharedImagesConfig
-from ...settings.sources import CONFIG_VARIABLE, FlagSetting, variable_of
+from ...settings.shared_images import SharedImagesConfig
+from ...settings.sources import FlagSetting
 from ...settings.telemetry import missing_packages
 from ...settings.workers import address_of
 from ...workers.plan import plan_workers, shared_addresses
@@ -45,14 +44,6 @@ Finding = maintenance.Finding
 
 _PACKAGES = ("kestrel-grpc", "kestrel-client")
 _SHOWN = ("grpcio", "protobuf", "torch", "pyvips", "tokenizers", "huggingface-hub")
-_OTHER_VARIABLES = ("KESTREL_API_KEY", "KESTREL_TOKEN", PASSWORD_VARIABLE, CONFIG_VARIABLE)
-_CLIENT_FLAGS = (
-    "--server", "--timeout", "--tls", "--ca", "--client-cert", "--client-key", "--server-name",
-)  # fmt: skip
-_KUBERNETES = re.compile(
-    r"KESTREL_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)"
-)
-"""Variables that Kubernetes sets for a Service whose name begins with kestrel."""
 _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 256
 _TIME_ERROR = 5
 _LEAST_TIME = 1_750_000_000
@@ -256,19 +247,10 @@ def check_shared_images(config: SharedImagesConfig) -> Finding:
 
 
 def check_variables(settings: Sequence[FlagSetting], environ: Mapping[str, str]) -> Finding:
-    """Finds unknown variables that begin with KESTREL_, because the server ignores a misspelt variable silently."""
-    flags = [setting.flag for setting in settings]
-    known = {variable_of(flag) for flag in (*flags, *_CLIENT_FLAGS)} | set(_OTHER_VARIABLES)
-    unknown = []
-    for name in sorted(environ):
-        if name.startswith("KESTREL_") and name not in known and not _KUBERNETES.fullmatch(name):
-            near = get_close_matches(name, known, n=1)
-            unknown.append(f"{name} is unknown" + (f"; did you mean {near[0]}?" if near else ""))
-    if unknown:
+    if unknown := without_effect(settings, environ):
         remedy = "kestrel-grpc serve --help names all variables"
         return Finding("variables", "warn", "; ".join(unknown), remedy)
-    used = sum(name in known for name in environ)
-    return Finding("variables", "ok", f"{used} known variables are set")
+    return Finding("variables", "ok", "no variable that begins with KESTREL_ is unknown")
 
 
 def check_clock(now: float) -> Finding:

@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_read(variables):
 def test_a_variable_that_names_no_setting_is_told():
     settings, _ = parsed()
     others = ("KESTREL_SERVICE_HOST", "KESTREL_FRONT_PORT_8080_TCP_ADDR", "KESTREL_PORT", "PATH")
-    known = ("KESTREL_CONFIG", "KESTREL_API_KEY", "KESTREL_TOKEN_BUDGET")
+    known = ("KESTREL_CONFIG", "KESTREL_API_KEY", "KESTREL_TOKEN", "KESTREL_TOKEN_BUDGET")
     environ = dict.fromkeys((*others, *known, "KESTREL_TOKN_BUDGET"), "1")
     assert without_effect(settings, environ) == [
         "KESTREL_TOKN_BUDGET has no effect: it names no setting; did you mean KESTREL_TOKEN_BUDGET?"
