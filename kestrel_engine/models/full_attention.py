@@ -46,7 +46,10 @@ def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[1] >= FEWEST
         and size % 8 == 0
         and size <= MOST_SIZE
+        and len(q) > 0
         and q.stride()[2:] == (size, 1)
+        # Pairs of numbers are read together.
+        and q.stride(1) % 2 == 0
         and not torch.is_grad_enabled()
         and few_rows.available()
         and bool(host_code.features().get("avx512bf16"))

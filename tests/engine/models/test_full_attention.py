@@ -65,4 +65,7 @@ def test_float32_and_few_queries_are_torchs():
     with torch.inference_mode():
         assert not full_attention._takes(*wide)
         assert not full_attention._takes(q[:, :63], k, v)
+        apart = torch.randn(2, 70, 2 * 64 + 1).bfloat16()[..., :-1].unflatten(2, (2, 64))
+        assert not full_attention._takes(apart, k, v), "pairs of its numbers are not aligned"
+        assert attend(q[:0], k[:0], v[:0]).shape == (0, *q.shape[1:])
     assert not full_attention._takes(q, k, v), "it has no gradients"
