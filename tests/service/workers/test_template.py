@@ -12,7 +12,7 @@ import pytest
 from kestrel_engine import RuntimeConfig
 from kestrel_engine.processes import Line
 from kestrel_grpc.settings.server import ServerConfig
-from kestrel_grpc.workers import forks
+from kestrel_grpc.workers import child, forks
 from kestrel_grpc.workers.child import Child
 from kestrel_grpc.workers.plan import WorkerTask
 from tests.forking.process import ForkedProcess
@@ -42,6 +42,8 @@ def report(arguments):
 if __name__ == "__main__":
     if sys.argv[1] == "thread":
         threading.Thread(target=signal.pause, daemon=True).start()
+    if sys.argv[1] == "full":
+        os.fork = lambda: os.close(-1)  # Raises OSError, as if no process were left.
     sys.exit(template.main(sys.argv[2:], modules=("json",), worker=report))
 """
 SHARED = {"SHARED": "s", **os.environ}
@@ -71,22 +73,21 @@ def task(index, environ=SHARED):
 
 async def forked(template, index):
     environ = {**SHARED, "OWN": f"o{index}"}
-    child = await Child.start(task(index, environ), template, lambda *_: None)
-    return child
+    return await Child.start(task(index, environ), template, lambda *_: None)
 
 
-async def told(child):
-    await until(lambda: child.failure is not None)
-    return json.loads(str(child.failure))
+async def told(worker):
+    await until(lambda: worker.failure is not None)
+    return json.loads(str(worker.failure))
 
 
 async def test_a_fork_has_what_a_process_of_its_own_would_have(start):
     template = start("alone")
     children = [await forked(template, index) for index in (0, 1)]
-    for index, child in enumerate(children):
-        seen = await told(child)
+    for index, worker in enumerate(children):
+        seen = await told(worker)
         assert (seen["own"], seen["shared"]) == (f"o{index}", "s")
-        assert seen["pid"] == seen["session"] == child.pid
+        assert seen["pid"] == seen["session"] == worker.pid
         assert seen["name"] == f"worker {index}"
         assert seen["default"] and seen["openblas"] == os.environ.get("OPENBLAS_NUM_THREADS")
         # Standard streams, the line, and the folder that is listed.
@@ -106,6 +107,12 @@ async def test_sigterm_of_a_whole_service_leaves_the_template(start):
     os.kill(template.pid, signal.SIGTERM)
     first.line.send({})
     assert await first.wait() == 5, "the template reports it"
+
+
+async def test_a_template_that_cannot_fork_is_told(start, monkeypatch):
+    monkeypatch.setattr(child, "_STATUS_S", 0)
+    with pytest.raises(OSError, match="lets it start no process"):
+        await forked(start("full"), 0)
 
 
 def test_with_another_thread_a_worker_gets_an_interpreter_of_its_own(start):
