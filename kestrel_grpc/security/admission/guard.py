@@ -184,8 +184,10 @@ class _Admitted(AbstractContextManager[Hold]):
         return self._hold
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._hold.close()
-        self._counted.__exit__(*exc_info)
+        try:
+            self._hold.close()
+        finally:
+            self._counted.__exit__(*exc_info)
 
 
 def _divided(messages: MessageLimits) -> tuple[int | None, int]:
