@@ -111,8 +111,10 @@ async def test_sigterm_of_a_whole_service_leaves_the_template(start):
 
 async def test_a_template_that_cannot_fork_is_told(start, monkeypatch):
     monkeypatch.setattr(child, "_STATUS_S", 0)
+    template = start("full")
     with pytest.raises(OSError, match="lets it start no process"):
-        await forked(start("full"), 0)
+        await forked(template, 0)
+    template.stop()  # A thread waits for its end.
 
 
 def test_with_another_thread_a_worker_gets_an_interpreter_of_its_own(start):
