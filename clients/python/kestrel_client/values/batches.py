@@ -103,7 +103,7 @@ def read_batch_result(
     """Raises InvalidRequestError if ``requests`` are not those of the batch."""
     kind = message.WhichOneof("outcome")
     image, tasks = _asked(message, kind, requests)
-    response = message.error if kind is None else getattr(message, kind)
+    response: Any = message.error if kind is None else getattr(message, kind)
     outcome: Any
     if kind is None or kind == "error":
         outcome = from_rpc_status(response)
