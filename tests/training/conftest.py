@@ -1,7 +1,6 @@
 """Fixtures of the training tests: one torch thread, the bundled files, evaluation images as the engine sees them."""
 
 import io
-import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,8 +53,15 @@ def _photographs(folder: Path) -> None:
                     archive.writestr(f"{name}.webp", out.getvalue())
 
 
+@pytest.fixture
+def sources(source_files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data folder of this test alone: `serve` names a variable that is no setting."""
+    monkeypatch.setenv("KESTREL_SOURCES", str(source_files))
+    return source_files
+
+
 @pytest.fixture(scope="session")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def source_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small data folder in place of that of training/sources.py: Pillow's own font, drawn icons, a few words."""
     folder = tmp_path_factory.mktemp("sources")
     data = ImageFont.load_default(20).font_bytes  # type: ignore[union-attr]
@@ -75,9 +81,4 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     words = [letters[i : i + n] for n in range(3, 8) for i in range(13)]
     (folder / "words.txt").write_text("\n".join(words), encoding="utf-8")
     _photographs(folder)
-    before = os.environ.get("KESTREL_SOURCES")
-    os.environ["KESTREL_SOURCES"] = str(folder)
-    yield folder
-    os.environ.pop("KESTREL_SOURCES")
-    if before is not None:
-        os.environ["KESTREL_SOURCES"] = before
+    return folder
