@@ -46,7 +46,7 @@ def _torch_runtime(
     plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None
 ) -> tuple[Runtime, float]:
     """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
-    from ..models import large_pages
+    from ..models.compiled import large_pages
     from ..models.moondream import Moondream
     from ..models.weight_only import pack_for_cpu
     from ..runtime.torch_runtime import TorchRuntime

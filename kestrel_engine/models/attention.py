@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import full_attention
+from .compiled import full_attention
 from .kv_format import UNSCALED, Scales, gather, store
 
 

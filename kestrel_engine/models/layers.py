@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import many_rows
+from .compiled import many_rows
 from .low_rank import Adapters
 from .weight_only import product, scale_of
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from ..types.adapter import INPUT
 from ..types.model_config import TextConfig
 from .attention import Attention
-from .decode_attention import DecodeAttention
-from .decode_step import DecodeStep, shape_of
-from .few_rows import MOST_ROWS
+from .compiled.decode_attention import DecodeAttention
+from .compiled.decode_step import DecodeStep, shape_of
+from .compiled.few_rows import MOST_ROWS
 from .layers import LayerNorm, Linear, Mlp, Tensors, gelu_erf
 from .low_rank import TextAdapters
 from .rope import RotaryTable, Rotation

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types.model_config import VisionConfig
-from . import full_attention
+from .compiled import full_attention
 from .layers import LayerNorm, Linear, Mlp, Tensors
 from .low_rank import Adapters
 

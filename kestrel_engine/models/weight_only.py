@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import few_rows, many_rows
+from .compiled import few_rows, many_rows
 
 FEW_ROWS = 16
 """The most rows for which a CPU's product reads the weight in 4 or 8 bits. With more rows, widening it costs less."""

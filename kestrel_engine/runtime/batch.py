@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models import decode_attention
 from ..models.attention import Attention, Group, PagedAttention, Span
+from ..models.compiled import decode_attention
 from ..models.low_rank import TokenAdapters, token_adapters
 from ..models.moondream import Moondream
 from ..types.requests import Coord, ImageBlock, Size, Token, num_positions

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models import large_pages
+from ..models.compiled import large_pages
 from ..models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from ..types.model_config import TextConfig
 

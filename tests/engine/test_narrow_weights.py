@@ -13,7 +13,7 @@ from kestrel_engine.building import factory
 from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.checkpoint.weights.int4 import Order
-from kestrel_engine.models import few_rows
+from kestrel_engine.models.compiled import few_rows
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.models.weight_only import pack_for_cpu
 from kestrel_engine.sizing import GIB, fit

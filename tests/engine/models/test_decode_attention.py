@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kestrel_engine.models import decode_attention, few_rows
 from kestrel_engine.models.attention import PagedAttention
-from kestrel_engine.models.decode_attention import DecodeAttention
+from kestrel_engine.models.compiled import decode_attention, few_rows
+from kestrel_engine.models.compiled.decode_attention import DecodeAttention
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.runtime.batch import build_batch
 from kestrel_engine.runtime.kv_cache import KvCache

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_engine.models import decode_step, few_rows, weight_only
-from kestrel_engine.models.decode_attention import DecodeAttention
+from kestrel_engine.models import weight_only
+from kestrel_engine.models.compiled import decode_step, few_rows
+from kestrel_engine.models.compiled.decode_attention import DecodeAttention
 from kestrel_engine.models.text import TextModel
 from kestrel_engine.models.weight_only import round_rows, round_to_groups, scale_of
 from kestrel_engine.types.model_config import TextConfig

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_engine.models import few_rows, host_code, weight_only
+from kestrel_engine.models import weight_only
+from kestrel_engine.models.compiled import few_rows, host_code
 from kestrel_engine.models.weight_only import product, round_rows, round_to_groups, widened
 
 pytestmark = pytest.mark.skipif(

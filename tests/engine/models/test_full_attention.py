@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kestrel_engine.models import few_rows, full_attention, host_code
-from kestrel_engine.models.full_attention import attend
+from kestrel_engine.models.compiled import few_rows, full_attention, host_code
+from kestrel_engine.models.compiled.full_attention import attend
 
 compiled = pytest.mark.skipif(
     not (few_rows.available() and host_code.features().get("avx512bf16")),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_engine.models import large_pages
+from kestrel_engine.models.compiled import large_pages
 
 
 def large_bytes():

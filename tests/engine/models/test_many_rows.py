@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kestrel_engine.models import few_rows, host_code, many_rows, weight_only
+from kestrel_engine.models import weight_only
+from kestrel_engine.models.compiled import few_rows, host_code, many_rows
 from kestrel_engine.models.layers import gelu_tanh
 from kestrel_engine.models.weight_only import FEW_ROWS, product, round_rows, widened
 

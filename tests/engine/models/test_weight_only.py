@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kestrel_engine.models import few_rows, weight_only
+from kestrel_engine.models import weight_only
+from kestrel_engine.models.compiled import few_rows
 from kestrel_engine.models.weight_only import (
     FEW_ROWS,
     pack_for_cpu,

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..layers import LAYER_NORM_EPS, Linear, Mlp
 from . import decode_attention, few_rows, host_code
 from .host_code import LANES
-from .layers import LAYER_NORM_EPS, Linear, Mlp
 
 if TYPE_CHECKING:
-    from .rope import Rotation
-    from .text import TextBlock
+    from ..rope import Rotation
+    from ..text import TextBlock
 
 _FIRST_PART, _SECOND_PART = 32, 16
 """Rows of W that a thread takes at a time: of qkv and fc1, and of proj and fc2."""

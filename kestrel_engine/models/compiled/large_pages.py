@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from .. import clock
+from ... import clock
 
 _log = logging.getLogger(__name__)
 
