@@ -12,9 +12,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ..config.model_settings import DEFAULT_MODEL
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..types.model_config import Family
 from .bucket.address import BucketAddress, is_address, parse_address
+from .files import find_files
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 
@@ -161,6 +162,11 @@ def random_name(name: str) -> str:
 def _from_path(field: str, path: Path, name: str) -> ModelSource:
     if not path.exists():
         raise ConfigError(field, str(path), "no such file or folder")
+    if path.is_file():
+        try:
+            find_files(path)
+        except CheckpointError as error:
+            raise ConfigError(field, str(path), str(error).removeprefix(f"{path}: ")) from error
     known = KNOWN.get(name.lower())
     # The default name does not describe weights that are given by path.
     if known is not None and known.name != DEFAULT_MODEL:

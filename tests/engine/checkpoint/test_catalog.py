@@ -93,6 +93,13 @@ def test_a_near_miss_is_hinted_at() -> None:
         resolve("moondream3-previw")
 
 
+def test_a_file_of_another_kind_is_named_with_its_field(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"^model_path='.*README\.md': expected \.safetensors"):
+        resolve("moondream2", model_path=str(file))
+
+
 @pytest.mark.parametrize(
     "path", ["/no/such/folder", "./nothing", "~/nothing", "absent.safetensors"]
 )
