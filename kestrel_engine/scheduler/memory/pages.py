@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 
 class PagePool:
     """A fixed number of pages with reference counts; a page is free exactly when its count is zero."""
@@ -11,8 +9,8 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 1, num_pages
         self._references = [0] * num_pages
-        # First in, first out, so that a page just freed is reused last and stale reads show up in tests.
-        self._free = deque(range(num_pages))
+        # Last in, first out: the host gives memory for as many pages as were taken at the same time.
+        self._free = list(reversed(range(num_pages)))
 
     @property
     def num_pages(self) -> int:
@@ -25,7 +23,7 @@ class PagePool:
     def allocate(self, count: int) -> list[int]:
         """Takes ``count`` free pages with one reference each. Mutates. Callers check ``num_free`` first."""
         assert 0 <= count <= len(self._free), f"allocate({count}) with {len(self._free)} pages free"
-        pages = [self._free.popleft() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
         return pages
