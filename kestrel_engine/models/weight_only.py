@@ -47,8 +47,8 @@ def product(
 
     On a CPU, `few_rows` computes the products of few rows if it can. Otherwise a weight in one of the forms for CPUs
     and few rows are multiplied in bfloat16, with sums in float32; a float32 x is rounded for it. `many_rows` computes
-    the products of many rows with int8 if it can and ``keeps_rows`` is False. All other products widen the weight to
-    x's dtype.
+    the products of many rows with int8 and int4 if it can and ``keeps_rows`` is False. All other products widen the
+    weight to x's dtype.
     """
     rows = x.numel() // x.shape[-1]
     if rows <= FEW_ROWS and weight.device.type == "cpu":

@@ -38,15 +38,18 @@ _GROUPS = (128, 64)
 
 def form_of(weight: Tensor) -> Form | None:
     """Returns the form of a weight, or None if it is none of these, small, or the functions do not work here."""
-    form: Form | None = None
-    if weight.dtype == torch.bfloat16:
-        form = "bf16"
-    elif weight.dtype == torch.int8:
-        form = "int8"
-    elif weight.dtype == torch.uint8 and weight.dim() == 3 and weight.shape[1] == 1:
-        form = "int4"
     is_large = weight.device.type == "cpu" and weight.numel() >= SMALL
-    return form if is_large and available() else None
+    return stored_form(weight) if is_large and available() else None
+
+
+def stored_form(weight: Tensor) -> Form | None:
+    """Returns the form of a weight by its dtype and dimensions."""
+    if weight.dtype == torch.bfloat16:
+        return "bf16"
+    if weight.dtype == torch.int8:
+        return "int8"
+    is_int4 = weight.dtype == torch.uint8 and weight.dim() == 3 and weight.shape[1] == 1
+    return "int4" if is_int4 else None
 
 
 def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:

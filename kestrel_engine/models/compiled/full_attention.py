@@ -134,7 +134,7 @@ class _Code(host_code.Code):
         b.store(lowest, top)
         with self._loop(long(0), padded, LANES) as key:
             place = b.add(line, key)
-            left = self._splat_word(b.trunc(b.sub(keys, key), self._word))
+            left = self._splat(b.trunc(b.sub(keys, key), self._word))
             x = self._load("scores", place, self._floats)
             x = b.select(b.icmp_signed("<", lanes, left), x, lowest)
             b.store(x, self._at("scores", place, self._float), align=4)
@@ -195,12 +195,7 @@ class _Code(host_code.Code):
             ]
             for place, of_row in zip(places, totals, strict=True):
                 number = self._load(x, b.add(place, pair), self._word)
-                splat = b.bitcast(self._splat_word(number), kind)
+                splat = b.bitcast(self._splat(number), kind)
                 for vector, total in zip(vectors, of_row, strict=True):
                     b.store(b.call(dot, [b.load(total, typ=self._floats), splat, vector]), total)
         return [[b.load(total, typ=self._floats) for total in of_row] for of_row in totals]
-
-    def _splat_word(self, number: Any) -> Any:
-        none = self._ir.Constant(self._words, self._ir.Undefined)
-        first = self._b.insert_element(none, number, self._word(0))
-        return self._b.shuffle_vector(first, none, self._ir.Constant(self._words, [0] * LANES))

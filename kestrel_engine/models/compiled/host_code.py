@@ -209,7 +209,8 @@ class Code:
         return self._ir.VectorType(kind, count)
 
     def _splat(self, number: Any) -> Any:
-        none = self._ir.Constant(self._floats, self._ir.Undefined)
+        """16 times a float or a word."""
+        none = self._ir.Constant(self._vector(number.type), self._ir.Undefined)
         first = self._b.insert_element(none, number, self._word(0))
         return self._b.shuffle_vector(first, none, self._ir.Constant(self._words, [0] * LANES))
 

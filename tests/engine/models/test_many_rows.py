@@ -1,4 +1,4 @@
-"""Products of many rows with int8 weights on a CPU: exact for the rounded rows, and each row alone."""
+"""Products of many rows with int8 and int4 weights on a CPU: exact for the rounded rows, and each row alone."""
 
 import pytest
 import torch
@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from kestrel_engine.models import weight_only
 from kestrel_engine.models.compiled import few_rows, host_code, many_rows
 from kestrel_engine.models.layers import gelu_tanh
-from kestrel_engine.models.weight_only import FEW_ROWS, product, round_rows, widened
+from kestrel_engine.models.weight_only import (
+    FEW_ROWS,
+    product,
+    round_rows,
+    round_to_groups,
+    widened,
+)
 
 compiled = pytest.mark.skipif(
     not (few_rows.available() and host_code.features().get("avx512vnni")),
@@ -50,6 +56,29 @@ def test_products_are_those_of_the_rounded_rows_some_columns_at_a_time(n, k, mon
 
 @compiled
 @torch.inference_mode()
+def test_weights_in_4_bits_are_rounded_to_int8_some_rows_at_a_time(monkeypatch):
+    rows, n, k = FEW_ROWS + 5, 80, 2048
+    monkeypatch.setattr(many_rows, "SUMS", 64 * rows)
+    x, _, _, bias = case(rows, n, k)
+    wide = torch.randn(n, k) * torch.logspace(-2, 0, n).unsqueeze(1)
+    wide[1], wide[2, :128] = 0, 9
+    weight, scales = round_to_groups(wide)
+    scales[3, 5] = torch.tensor([-0.3, 17.0])
+    exact, weight = widened(weight, scales, torch.float32), weight.unsqueeze(1)
+    whole, steps = many_rows._unpacked(weight, scales)
+    found = whole.float() * steps.float().unsqueeze(1)
+    assert ((found - exact).abs() <= 0.51 * steps.float().unsqueeze(1)).all()
+    assert (steps.float() <= exact.abs().amax(-1) / 127 * 1.2 + 1e-30).all()
+    wanted = F.linear(rounded(x), found, bias.float())
+    error = (product(x, weight, scales, bias).float() - wanted).norm(dim=-1)
+    assert (error < 0.004 * wanted.norm(dim=-1)).all()
+    scales[4, 7, 0] = torch.nan
+    found = product(x, weight, scales, bias)
+    assert found[:, 4].isnan().all() and found[:, 5:].isfinite().all()
+
+
+@compiled
+@torch.inference_mode()
 def test_a_row_depends_on_no_other_row_whatever_is_in_it():
     x, weight, scales, bias = case(FEW_ROWS + 4, 64, 96)
     x[1] = 0
@@ -71,7 +100,8 @@ def test_other_processors_and_dtypes_keep_the_widened_product(monkeypatch):
     longest = weight.new_full((16, many_rows.MOST_COLUMNS), -128)
     total = torch._int_mm(longest.clamp(min=-127).repeat(2, 1), longest.t())
     assert (total == 127 * 128 * many_rows.MOST_COLUMNS).all()
-    assert not many_rows.takes(x, weight.new_empty(16, many_rows.MOST_COLUMNS + 16))
+    wider = longest.new_empty(16, many_rows.MOST_COLUMNS + 16)
+    assert not many_rows.takes(wider.bfloat16(), wider)
     monkeypatch.setattr(host_code, "features", dict)
     assert not many_rows.takes(x, weight)
     wanted = F.linear(x.float(), widened(weight, scales, torch.float32), bias.float())
