@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kestrel_client.commands.bench.reporting.comparison import FigureComparison
-from kestrel_client.commands.bench.reporting.comparison import compare as compare_figures
-
-from .reports.report import shown
+from kestrel_client.commands.bench.comparison import FigureComparison, print_comparison
+from kestrel_client.commands.bench.comparison import compare as compare_figures
 
 
 @dataclass(frozen=True)
@@ -79,20 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         print("nothing to compare: no figure is in both")
         return 2
-    worse = 0
-    for one in found:
-        verdict = "WORSE " if 100 * one.worse > args.tolerance else "      "
-        worse += verdict == "WORSE "
-        change = f"{100 * one.worse:+7.1f} %"
-        print(f"{verdict} {change}  {one.name}: {shown(one.old)} -> {shown(one.new)}")
     for title, keys in (
         ("new", new.figures.keys() - old.figures.keys()),
         ("missing", old.figures.keys() - new.figures.keys()),
     ):
         for key in sorted(keys):
             print(f"{title}: {': '.join(key)}")
-    print(f"{len(found)} compared, {worse} worse by more than {args.tolerance:g} %")
-    return int(worse > 0)
+    return int(print_comparison(found, args.tolerance) > 0)
 
 
 if __name__ == "__main__":

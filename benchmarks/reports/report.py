@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kestrel_client.commands.bench.reporting import results
+from kestrel_client.commands.bench import results
 
 from .bars import NONE, Limits
 

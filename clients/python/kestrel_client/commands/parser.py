@@ -61,6 +61,8 @@ class CommandParser(Parser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, add_help=False, **options)
         self.essential: tuple[str, ...] = ()
+        self.removed: Mapping[str, str] = {}
+        """What to give in place of flags that were removed."""
         self.commands: tuple[str, ...] = ()
         self.add_argument("-h", action=_ShortHelp, help="show a short help and exit")
         self.add_argument("--help", action="help", help="show the full help and exit")
@@ -73,7 +75,7 @@ class CommandParser(Parser):
         elif (wrong := _UNKNOWN_FLAG.match(message)) is not None:
             flags = [flag for action in self._actions for flag in action.option_strings]
             flag = wrong[1].partition("=")[0]
-            hint = _address_flag(flag, flags) or suggestion(flag, flags)
+            hint = self.removed.get(flag) or _address_flag(flag, flags) or suggestion(flag, flags)
             message = f"unknown flag {wrong[1]}{hint}"
         elif (wrong := _INVALID_CHOICE.match(message)) is not None:
             choices = re.findall(r"[^\s,']+", wrong[3])
@@ -180,7 +182,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 class CommandEntry(NamedTuple):
-    """A command in a program's table. ``module`` is a Command; its ESSENTIAL, if any, are its most used flags."""
+    """A command in a program's table. ``module`` is a Command; its ESSENTIAL, if any, are its most used flags, and
+    REMOVED what to give in place of removed ones."""
 
     module: str
     group: str
@@ -235,6 +238,7 @@ class Program:
                 module = cast(Command, importlib.import_module(module_name))
                 module.add_arguments(commands[name], name)
                 commands[name].essential = getattr(module, "ESSENTIAL", ())
+                commands[name].removed = getattr(module, "REMOVED", {})
                 commands[name].usage = commands[name].short_usage()
                 modules[name] = module
         return parser, commands, modules

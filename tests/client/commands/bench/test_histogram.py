@@ -27,18 +27,10 @@ def test_a_percentile_is_a_measured_time_but_for_its_error(times):
     histogram = recorded(times)
     for percent, found in zip(PERCENTS, histogram.percentiles(PERCENTS), strict=True):
         true = quantile(times, percent / 100)
-        assert true <= found + 1e-12 and found <= true * (1 + 1 / 256) + 2e-6
+        assert true <= found + 1e-12 and found <= true * 1.004 + 2e-6
     assert histogram.longest_s == max(times)
     assert math.isclose(histogram.percentile(100), max(times), abs_tol=1e-9)
     assert math.isclose(histogram.mean, sum(times) / len(times), abs_tol=1e-9)
-
-
-@given_examples(30, 500, parts=st.lists(TIMES, max_size=4))
-def test_histograms_add_up(parts):
-    whole = Histogram()
-    for part in parts:
-        whole.merge(recorded(part))
-    assert whole.counts == recorded(time for part in parts for time in part).counts
 
 
 def test_memory_is_bounded_however_many_times_are_recorded():
@@ -46,10 +38,10 @@ def test_memory_is_bounded_however_many_times_are_recorded():
     rng = random.Random(0)
     for _ in range(100_000):
         histogram.record(10 ** rng.uniform(-9, 9), times=10**6)
-    assert histogram.count == 10**11 and len(histogram.counts) <= 7424
+    assert histogram.count == 10**11 and len(histogram.counts) <= 6347
 
 
 def test_what_is_no_time_counts_as_none_or_as_the_longest():
     histogram = recorded([-1.0, math.nan, math.inf])
-    assert histogram.percentile(50) == 0 and histogram.percentile(99) == MOST_S
+    assert histogram.percentile(50) <= 1e-6 and histogram.percentile(99) == MOST_S
     assert math.isnan(Histogram().percentile(50)) and math.isnan(Histogram().mean)

@@ -1,23 +1,17 @@
 """What a stage measures: which requests, from which instant, within which bounds. The server is a few lines here."""
 
 import asyncio
-from contextlib import closing
+import random
 from types import SimpleNamespace
 
 import pytest
 
 from kestrel_client import KestrelError, TextDelta
-from kestrel_client.commands.bench.sending import sample_images
-from kestrel_client.commands.bench.sending.mix import Mix
-from kestrel_client.commands.bench.sending.sample_images import ImageSource, make_images, new_image
-from kestrel_client.commands.bench.sending.sender import (
-    UNFINISHED,
-    ClientPlan,
-    Connections,
-    Sender,
-    Stage,
-)
-from kestrel_client.commands.bench.stages import Slo
+from kestrel_client.commands.bench import sample_images
+from kestrel_client.commands.bench.mix import Mix
+from kestrel_client.commands.bench.sample_images import make_images, new_image
+from kestrel_client.commands.bench.sender import PER_CONNECTION, UNFINISHED, Plan, Stage, run_stage
+from kestrel_client.commands.bench.tally import Slo
 from kestrel_client.commands.parser import CommandError
 from tests.waiting import until
 
@@ -63,30 +57,12 @@ class Answer:
         return RESULT
 
 
-async def measure(
-    server,
-    loop,
-    level,
-    *,
-    slo=None,
-    source=None,
-    arrivals="steady",
-    window=0.4,
-    warm_up=0.0,
-    **given,
-):
-    stage = Stage(
-        loop=loop,
-        level=level,
-        arrivals=arrivals,
-        begins_at=asyncio.get_running_loop().time(),
-        warm_up_s=warm_up,
-        window_s=window,
-        **{"drain_s": 60.0, "most_in_flight": 1000, "seed": "0"} | given,
-    )
-    with closing(source or ImageSource([b"image"], 0.0)) as used:
-        plan = ClientPlan(None, 64, MIX, [], slo=slo or Slo())
-        return await Sender(plan, Connections([server], 64), used).run(stage)
+async def measure(server, loop, level, *, clients=1, window=0.4, **given):
+    """``given``: fields of the plan or of the stage."""
+    about = {k: given.pop(k) for k in ("images", "unique_share", "slo") if k in given}
+    plan = Plan(**{"mix": MIX, "images": [b"image"]} | about)
+    stage = Stage(loop, level, window, **{"drain_s": 60.0, "most_in_flight": 1000} | given)
+    return await run_stage([server] * clients if clients == 1 else clients, plan, stage)
 
 
 async def test_a_closed_loop_keeps_its_requests_in_flight():
@@ -105,7 +81,7 @@ async def test_a_closed_loop_keeps_its_requests_in_flight():
     assert tally.itl.count == 2 * tally.total  # the two tokens that came together share the gap
     assert tally.itl.percentile(1) >= 0.01
     assert tally.output_tokens == 3 * tally.ended and tally.by_skill["query"].count == tally.total
-    assert len(health.cpu_shares) == 1 and health.lag.count > 0
+    assert health.cpu_share >= 0 and health.lag.count > 0
 
 
 async def test_an_open_loop_measures_from_when_requests_were_due(still_clock):
@@ -116,12 +92,12 @@ async def test_an_open_loop_measures_from_when_requests_were_due(still_clock):
             still_clock.advance(0.3)
 
     tally, health = await measure(Server(work), "open", 100, window=0.6)
-    assert tally.total == tally.succeeded == 60
+    assert 40 < tally.total == tally.succeeded < 80
     assert tally.latency.longest_s >= 0.25
-    # About thirty requests were due meanwhile. A measure from the sending would show one slow request.
-    assert tally.latency.percentile(75) >= 0.1 and tally.ttft.percentile(75) >= 0.1
-    assert tally.lateness.percentile(75) >= 0.1 and health.lag.longest_s >= 0.2
-    assert health.limits(tally.lateness, 0.01, shared=False)
+    # Some thirty requests were due meanwhile. A measure from the sending would show one slow request.
+    assert tally.latency.percentile(80) >= 0.1 and tally.ttft.percentile(80) >= 0.1
+    assert tally.lateness.percentile(80) >= 0.1 and health.lag.longest_s >= 0.2
+    assert health.limits(tally.lateness, 0.01)
 
 
 async def test_a_slow_server_does_not_slow_an_open_loop():
@@ -149,13 +125,13 @@ async def test_an_open_loop_is_bounded_and_what_is_not_sent_has_failed():
 
 async def test_the_warm_up_is_not_measured():
     server = Server(lambda _: asyncio.sleep(0.01))
-    tally, _ = await measure(server, "open", 100, warm_up=0.3, window=0.2)
-    assert tally.total < server.calls and tally.total == 20
+    tally, _ = await measure(server, "open", 100, warm_up_s=0.3, window=0.2)
+    assert 0 < tally.total < server.calls
 
 
 async def test_requests_of_a_closed_loop_that_outlast_the_window_are_measured():
     server = Server(lambda _: asyncio.sleep(0.5))
-    tally, _ = await measure(server, "closed", 3, warm_up=0.05, window=0.1)
+    tally, _ = await measure(server, "closed", 3, warm_up_s=0.05, window=0.1)
     assert tally.total == tally.latency.count == 3 and tally.ended == 0
     assert tally.latency.percentile(1) >= 0.5
 
@@ -181,7 +157,7 @@ async def test_new_images_are_new_and_their_share_is_kept():
     (image,) = make_images(1, 64, 48, seed=3)
     assert make_images(1, 64, 48, seed=3) == [image] != make_images(1, 64, 48, seed=4)
     server = Server(lambda _: asyncio.sleep(0.002))
-    await measure(server, "closed", 2, source=ImageSource([image], 0.5))
+    await measure(server, "closed", 2, images=[image], unique_share=0.5)
     new = [each for each in server.images if each != image]
     assert len(set(new)) == len(new) and 0 < len(new) < server.calls
 
@@ -189,7 +165,7 @@ async def test_new_images_are_new_and_their_share_is_kept():
 async def test_an_image_that_cannot_be_read_ends_the_run_with_its_reason():
     for loop in ("closed", "open"):
         with pytest.raises(CommandError, match="cannot make a new image from one of the images"):
-            await measure(Server(), loop, 2, source=ImageSource([b"no image"], 1.0), window=1e6)
+            await measure(Server(), loop, 2, images=[b"no image"], unique_share=1.0, window=1e6)
 
 
 async def test_an_interrupt_ends_a_stage_at_once():
@@ -217,16 +193,16 @@ def test_a_new_image_keeps_its_size_and_nearly_its_look():
 
     for width, height in ((16, 16), (37, 90), (200, 17)):
         (image,) = make_images(1, width, height, seed=1)
-        before, after = (pyvips.Image.new_from_buffer(i, "") for i in (image, new_image(image)))
+        before, after = (
+            pyvips.Image.new_from_buffer(i, "") for i in (image, new_image(image, random.Random(1)))
+        )
         assert (after.width, after.height) == (width, height)
         assert (before - after).abs().avg() < 8
 
 
-def test_calls_use_one_connection_until_it_is_full():
-    connections = Connections(["a", "b"], room=2)
-    taken = [connections.taken() for _ in range(5)]
-    assert [each.__enter__() for each in taken] == ["a", "a", "b", "b", "a"]
-    taken[0].__exit__(None, None, None)
-    taken[1].__exit__(None, None, None)
-    with connections.taken() as name:
-        assert name == "a"
+async def test_calls_use_one_connection_until_it_is_full():
+    first, second = (Server(lambda _: asyncio.sleep(1)) for _ in range(2))
+    await measure(None, "closed", PER_CONNECTION, clients=[first, second], window=0.5)
+    assert (first.calls, second.calls) == (PER_CONNECTION, 0)
+    await measure(None, "closed", PER_CONNECTION + 3, clients=[first, second], window=0.5)
+    assert (first.calls, second.calls) == (2 * PER_CONNECTION, 3)

@@ -6,129 +6,117 @@ Times include the network. The repository's other benchmarks measure parts of th
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
+from typing import Any
 
-from kestrel_client.connection import is_local
+from kestrel_client import AsyncKestrelClient
 
 from ...version import __version__
 from .. import DEMO_IMAGE
-from ..connection import open_async_client, sdk_errors, servers_of
+from ..connection import open_async_client, sdk_errors
 from ..files import check_writable
 from ..flags import SettingsError
 from ..parser import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
 from ..requests.flags import request_options
+from .comparison import compare, print_comparison
 from .flags import ESSENTIAL as ESSENTIAL
-from .flags import IN_FLIGHT, limits_of, ramp_of, slo_of
+from .flags import REMOVED as REMOVED
 from .flags import add_arguments as add_arguments
-from .reporting.comparison import compare_files
-from .reporting.html import write_report
-from .reporting.results import (
-    FORMAT,
-    KIND,
-    Plain,
-    describe_machine,
-    figures,
-    read_results,
-    stage_result,
-    write_results,
-)
-from .reporting.text import ramp_end, stage_line, stage_table, summary
-from .sending.client_health import ClientHealth
-from .sending.fleet import Fleet, open_fleet
-from .sending.mix import Mix
-from .sending.sample_images import Image, make_images, open_images
-from .sending.sender import ClientPlan, Stage
-from .stages import Ramp, Slo
-from .tally import Tally
+from .flags import stages_of
+from .mix import Mix
+from .results import Plain, describe_machine, figures, read_figures, stage_result, write_results
+from .sample_images import Image, make_images, open_images
+from .sender import PER_CONNECTION, Plan, Stage, run_stage
+from .tally import Slo
+from .text import stage_line, stage_table, summary
 
 _SETTINGS = (
-    "server", "concurrency", "max_concurrency", "concurrency_step", "rate", "max_rate", "rate_step", "arrivals",
-    "processes", "warm_up", "drain", "max_in_flight", "seed", "mix", "question", "object", "max_tokens", "temperature",
-    "unary", "model", "adapter", "max_crops", "made_up", "size", "unique_images", "timeout"
-)  # fmt: skip
-_LIMITS = (
-    *("latency_threshold_ms", "ttft_threshold_ms", "itl_threshold_ms"),
-    *("error_threshold", "percentile"),
+    *("server", "concurrency", "rate", "seconds", "warm_up", "drain", "max_in_flight", "seed"),
+    *("mix", "question", "object", "max_tokens", "temperature", "unary", "model", "adapter"),
+    *("max_crops", "made_up", "size", "unique_images", "slo", "timeout"),
+)
+_OPTIONS = (
+    # Clients with the same target would otherwise share a connection.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A retry would hide a refusal, and add to the load.
+    ("grpc.enable_retries", 0),
 )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.compare:
         return _compare(args)
-    for path in filter(None, (args.output, args.report)):
-        check_writable(path)
+    if args.output:
+        check_writable(args.output)
     args.question = args.question or ("What is in this image?",)
     args.object = args.object or ("red circle",)
-    ramp, slo = ramp_of(args), slo_of(args)
-    plan = _plan(args, slo)
-    with sdk_errors(args), open_fleet(plan, args.processes) as fleet:
-        described = fleet.client.describe()  # Connects, and fails if there is no server.
-        content = _content(args, ramp, slo, described)
-        status = _run_stages(args, fleet, ramp, content)
-    if args.report:
-        write_report(args.report, [{**content, "label": args.label or "this run"}])
+    stages, plan = stages_of(args), _plan(args)
+    content: Plain = {
+        "benchmark": "load",
+        "format": 2,
+        "settings": {name: getattr(args, name) for name in _SETTINGS},
+        "machine": describe_machine(),
+        "client_version": __version__,
+        "results": [],
+    }
+    try:
+        with sdk_errors(args):
+            asyncio.run(_measure(args, stages, plan, content))
+    except KeyboardInterrupt:
+        if not content["results"]:
+            raise
+        return EXIT_INTERRUPTED
     if args.json:
         print(json.dumps(summary(content["results"])))
-    elif ramp.most is None:
-        print(stage_table(content["results"][-1]))
-    else:
-        print(ramp_end(content["results"]))
-    return status
-
-
-def _run_stages(args: argparse.Namespace, fleet: Fleet, ramp: Ramp, content: Plain) -> int:
-    """Adds the results of the stages to ``content``. Returns the exit status."""
-    limits, results = limits_of(args), content["results"]
-    for number, level in enumerate(ramp.levels()):
-        stage = Stage(
-            loop=ramp.loop,
-            level=level,
-            arrivals=args.arrivals,
-            warm_up_s=args.seconds / 10 if args.warm_up is None else args.warm_up,
-            window_s=args.seconds,
-            drain_s=args.drain,
-            most_in_flight=args.max_in_flight,
-            seed=f"{args.seed} {number}",
-        )
-        try:
-            tally, health = fleet.run(stage)
-        except KeyboardInterrupt:
-            if not results:
-                raise
-            return EXIT_INTERRUPTED
-        if not number and not tally.succeeded:
-            ((error, _),) = tally.errors.most_common(1) or [("no request ended in time", 0)]
-            raise CommandError(f"no request succeeded: {error}")
-        overload = limits.passed(tally)
-        result = stage_result(stage, tally, overload, _client(args, tally, health))
-        results.append(result)
-        content["figures"] = figures(results)
-        if ramp.most is not None and not args.json:
-            print(stage_line(result), flush=True)
-        if args.output:
-            write_results(args.output, content)
-        if overload:
-            break
     return 0
 
 
-def _plan(args: argparse.Namespace, slo: Slo) -> ClientPlan:
-    """What each process needs. Raises SettingsError and CommandError."""
-    most: int = args.max_in_flight
-    if args.rate is None:
-        most = args.max_concurrency or args.concurrency or IN_FLIGHT
+async def _measure(
+    args: argparse.Namespace, stages: Sequence[Stage], plan: Plan, content: Plain
+) -> None:
+    """Adds the results of the stages to ``content``, and prints them."""
+    most = args.max_in_flight if args.rate else max(stage.level for stage in stages)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(open_async_client(args, _OPTIONS))
+            for _ in range(1 + round(most - 1) // PER_CONNECTION)
+        ]
+        content["server"] = await _describe(clients[0])  # Fails if there is no server.
+        for stage in stages:
+            tally, health = await run_stage(clients, plan, stage)
+            if not content["results"] and not tally.succeeded:
+                ((error, _),) = tally.errors.most_common(1) or [("no request ended in time", 0)]
+                raise CommandError(f"no request succeeded: {error}")
+            result = stage_result(stage, tally, health)
+            content["results"].append(result)
+            content["figures"] = figures(content["results"])
+            if args.output:
+                write_results(args.output, content)
+            if not args.json:
+                print((stage_table if len(stages) == 1 else stage_line)(result), flush=True)
+            if result["overloaded"]:
+                break
+
+
+async def _describe(client: AsyncKestrelClient) -> dict[str, Any]:
+    """The server and its model."""
+    server, model = await client.server_info(), await client.get_model()
+    facts = ("device", "device_name", "dtype", "max_batch_size", "weights_fingerprint")
+    return {**server.to_dict(), **{name: getattr(model, name) for name in facts}}
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """Raises SettingsError and CommandError."""
+    limits = (args.slo.get(name) for name in ("latency", "ttft", "itl"))
     own = {"max_tokens": args.max_tokens, "temperature": args.temperature}
-    return ClientPlan(
-        connect=partial(open_async_client, args),
-        most_in_flight=math.ceil(most / args.processes),
+    return Plan(
         mix=Mix(args.mix, args.question, args.object),
         images=_images(args),
         unique_share=args.unique_images,
-        slo=slo,
+        slo=Slo(*(None if limit is None else limit / 1e3 for limit in limits)),
         options={**request_options(args), **own},
         streaming=not args.unary,
     )
@@ -147,46 +135,12 @@ def _images(args: argparse.Namespace) -> Sequence[Image]:
     return images
 
 
-def _client(args: argparse.Namespace, tally: Tally, health: ClientHealth) -> Plain:
-    """The client's health in a stage."""
-    times = tally.ttft if tally.ttft.count else tally.latency
-    typical_s = times.percentile(50) if times.count else 0.0
-    lag_s = health.lag.percentile(99)
-    return {
-        "processes": len(health.cpu_shares),
-        "cpu_share": round(max(health.cpu_shares, default=0.0), 4),
-        "loop_lag_p99_s": None if math.isnan(lag_s) else round(lag_s, 6),
-        "machine_busy": None if health.machine_busy is None else round(health.machine_busy, 4),
-        "limits": health.limits(tally.lateness, typical_s, shared=is_local(servers_of(args))),
-    }
-
-
-def _content(args: argparse.Namespace, ramp: Ramp, slo: Slo, described: Plain) -> Plain:
-    """The content of the file of results, before the first stage."""
-    settings = {name: getattr(args, name) for name in _SETTINGS}
-    return {
-        "benchmark": KIND,
-        "format": FORMAT,
-        "label": args.label,
-        "loop": ramp.loop,
-        "stage_duration_s": args.seconds,
-        **{name: getattr(args, name) for name in _LIMITS},
-        "slo": asdict(slo),
-        "settings": {**settings, "images": len(args.words)},
-        "machine": describe_machine(),
-        "client_version": __version__,
-        "server": described,
-        "results": [],
-        "figures": [],
-    }
-
-
 def _compare(args: argparse.Namespace) -> int:
-    """Compares stored runs. Returns the exit status."""
+    """Compares two stored runs. Returns the exit status."""
     if args.words:
         raise SettingsError("--compare: sends no requests, so it takes no images")
-    runs = [read_results(path) for path in args.compare]
-    worse = compare_files(runs, args.tolerance) if len(runs) > 1 else 0
-    if args.report:
-        write_report(args.report, runs)
-    return EXIT_FAILED if worse else 0
+    old, new = map(read_figures, args.compare)
+    found = compare(old, new)
+    if not found:
+        raise CommandError("nothing to compare: no stage of both has the same load")
+    return EXIT_FAILED if print_comparison(found, args.tolerance) else 0

@@ -1,53 +1,62 @@
-"""The flags of ``bench``, and the plan that they state."""
+"""The flags of ``bench``, and the stages that they state."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Sequence
 
 from ..connection import add_connection_flags
 from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..requests.inputs import IMAGE_HELP
 from ..values import between, number, seconds, whole
-from .sending.mix import SKILLS
-from .stages import Limits, Ramp, Slo
+from .mix import SKILLS
+from .sender import Stage
 
-IN_FLIGHT = 8
+_IN_FLIGHT = 8
 """The default of --concurrency."""
 _TIMES = ("latency", "ttft", "itl")
-_Limits: TypeAlias = tuple[float | None, float | None, float | None]
-"""In the order of _TIMES, in seconds; None: no limit."""
 _MOST = 1e9
+_MOST_STAGES = 100
 _EPILOG = """Sends real requests to the server. Do not use it with a server that others need.
 
 examples:
   %(prog)s                                             8 requests in flight for 10 seconds
-  %(prog)s --start-concurrency 1 --max-concurrency 64 --report load.html
-  %(prog)s --rate 2 --max-rate 100 --mix query=3,detect=1 --made-up 50 --unique-images 0.5 --output new.json
-  %(prog)s --compare old.json new.json --report both.html"""
+  %(prog)s --concurrency 1,2,4,8,16,32 --output old.json
+  %(prog)s --rate 2,4,8,16 --mix query=3,detect=1 --made-up 50 --unique-images 0.5 --output new.json
+  %(prog)s --compare old.json new.json"""
 
 ESSENTIAL = (
-    *("--concurrency", "--max-concurrency", "--rate", "--max-rate", "--seconds"),
-    *("--mix", "--question", "--object", "--max-tokens", "--made-up"),
-    *("--unique-images", "--slo", "--json", "--output", "--report", "--compare"),
+    *("--concurrency", "--rate", "--seconds", "--mix", "--question", "--object", "--max-tokens"),
+    *("--made-up", "--unique-images", "--slo", "--json", "--output", "--compare"),
     *("--model", "--server"),
 )
+_LEVELS = "; give the levels to --concurrency or --rate, as 1,2,4,8"
+_LIMITS = "; give --slo latency=4000,ttft=2500"
+REMOVED = {
+    **dict.fromkeys(("--max-concurrency", "--concurrency-step", "--start-concurrency"), _LEVELS),
+    **dict.fromkeys(
+        ("--max-rate", "--max-rps", "--rate-step", "--rps-step", "--start-rps"), _LEVELS
+    ),
+    "--stage-duration": "; give --seconds",
+    **dict.fromkeys((f"--{name}-threshold-ms" for name in _TIMES), _LIMITS),
+    "--error-threshold": _LIMITS,
+    "--percentile": _LIMITS,
+    "--processes": "; start one bench for each process and add their rates",
+    "--arrivals": "; arrivals are random",
+    "--label": "; name the file of --output",
+    "--report": "; give --output FILE",
+}
+"""What to give in place of flags that were removed."""
 _LOAD = """
-    --concurrency, --start-concurrency N  closed loop: requests in flight in the first stage, 1 to 65536 [8]
-    --max-concurrency N   closed loop: raise the requests in flight to this, until a limit is passed [one stage]
-    --concurrency-step N  closed loop: requests in flight that each stage adds [each stage has twice as many]
-    --rate, --start-rps R  open loop: requests per second in the first stage
-    --max-rate, --max-rps R    open loop: raise the rate to this, until a limit is passed [one stage]
-    --rate-step, --rps-step R  open loop: requests per second that each stage adds [each stage has twice as many]
-    --arrivals {poisson,steady}  open loop: random gaps, or equal ones [=poisson]
+    --concurrency N,...  closed loop: requests in flight, 1 to 65536; several numbers make stages, until one is
+        overloaded [8]
+    --rate R,...     open loop: requests per second; several numbers make stages, until one is overloaded
     --max-in-flight N  open loop: requests above this are not sent and count as failed [=1024]
-    --seconds, --stage-duration S  how long each stage is measured, 0.1 to 86400 [=10]
+    --seconds S      how long each stage is measured, 0.1 to 86400 [=10]
     --warm-up S      load before each stage that is not measured [a tenth of --seconds]
     --drain S        how long unfinished requests may take after a stage; then they count as failed [=30]
-    --processes N    client processes that share the load [=1]
     --seed N         seed of arrivals, skills, questions and made-up images [=0]
 """
 _REQUESTS = f"""
@@ -65,19 +74,11 @@ _REQUESTS = f"""
     --adapter NAME      adapter to apply [none]
     --max-crops N       limit on the tiles of an image, beside the overview; 1: the overview alone [the model's]
 """
-_LIMITS = """
-    --latency-threshold-ms MS  limit of the time of a whole answer, in milliseconds [=4000]
-    --ttft-threshold-ms MS     limit of the time to the first token, in milliseconds [=2500]
-    --itl-threshold-ms MS      limit of the time between tokens, in milliseconds [none]
-    --error-threshold SHARE    limit of the share of requests that fail, 0 to 1 [=0.1]
-    --percentile P   the percentile of times that the limits mean [=95]
-    --slo NAME=MS,...  what a good request keeps, of ttft, itl and latency, like ttft=500,itl=50 [the limits]
-"""
 _OUTPUT = """
+    --slo NAME=MS,...  what a good request keeps, in milliseconds; a stage in which more than 5 % of the requests are
+        not good is overloaded [=latency=4000,ttft=2500]
     --json           print JSON, times in milliseconds
     --output FILE    write all results as JSON
-    --report FILE    write an HTML page with plots
-    --label NAME     name of this run in reports
     --tolerance PERCENT  with --compare: exit with 1 if a figure is worse by more than this [=5]
 """
 
@@ -91,10 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "callers do, and measures each from the time when it was due.",
     )
     rate = between(0, _MOST, "a number of requests per second above 0", above=True)
-    most_s = seconds(0, 3600)
     add_flags(
-        load, _LOAD, N=whole(1, 65536), R=rate, seconds=seconds(0.1, 86400), S=most_s,
-        processes=whole(1, 256), seed=whole(),
+        load, _LOAD, concurrency=_levels(whole(1, 65536)), rate=_levels(rate), N=whole(),
+        max_in_flight=whole(1, 65536), seconds=seconds(0.1, 86400), S=seconds(0, 3600),
     )  # fmt: skip
     share = between(0, 1, "a number from 0 to 1")
     add_flags(
@@ -104,63 +104,43 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.set_defaults(
         request_id=None, priority="low", cache_salt=None, background=None, region=None
     )
-    limits = parser.add_argument_group(
-        "limits", "A stage that passes one of them is overloaded and ends the ramp."
-    )
-    percentile = between(0, 100, "a number above 0, at most 100", above=True)
-    limit_ms = between(0, _MOST, "a number of milliseconds above 0", above=True)
-    add_flags(limits, _LIMITS, MS=limit_ms, SHARE=share, percentile=percentile, slo=_slo)
     output = parser.add_argument_group("output")
-    add_flags(output, _OUTPUT, tolerance=number)
+    add_flags(output, _OUTPUT, slo=_slo, tolerance=number)
     output.add_argument(
         "--compare",
-        nargs="+",
-        metavar="FILE",
-        help="send nothing; compare files of --output with the first one, and --report them together",
+        nargs=2,
+        metavar=("OLD", "NEW"),
+        help="send nothing; compare two files of --output",
     )
     add_connection_flags(parser)
 
 
-def ramp_of(args: argparse.Namespace) -> Ramp:
+def stages_of(args: argparse.Namespace) -> Sequence[Stage]:
     """Raises SettingsError."""
-    closed = {
-        name: getattr(args, name) for name in ("concurrency", "concurrency_step", "max_concurrency")
-    }
-    opened = {name: getattr(args, name) for name in ("rate", "rate_step", "max_rate")}
-    is_open = args.rate is not None
-    for name, value in (closed if is_open else opened).items():
-        if value is not None:
-            why = (
-                "--rate makes an open loop; leave out one of both"
-                if is_open
-                else "needs --rate, the first rate"
-            )
-            raise SettingsError(f"--{name.replace('_', '-')}: {why}")
-    first, step, most = (opened if is_open else closed).values()
-    first, name = first or IN_FLIGHT, "rate" if is_open else "concurrency"
-    if most is not None and most < first:
-        raise SettingsError(f"--max-{name}: {most:g} is less than the first {name}, {first:g}")
-    if step is not None and most is None:
-        raise SettingsError(f"--{name}-step: needs --max-{name}")
-    return Ramp("open" if is_open else "closed", first, step, most)
+    if args.rate and args.concurrency:
+        raise SettingsError("--concurrency: --rate makes an open loop; leave out one of both")
+    return [
+        Stage(
+            loop="open" if args.rate else "closed",
+            level=level,
+            window_s=args.seconds,
+            warm_up_s=args.seconds / 10 if args.warm_up is None else args.warm_up,
+            drain_s=args.drain,
+            most_in_flight=args.max_in_flight,
+            seed=f"{args.seed} {number}",
+        )
+        for number, level in enumerate(args.rate or args.concurrency or [_IN_FLIGHT])
+    ]
 
 
-def limits_of(args: argparse.Namespace) -> Limits:
-    return Limits(*_thresholds_s(args), args.error_threshold, args.percentile)
+def _levels(parse: Callable[[str], float]) -> Callable[[str], list[float]]:
+    def levels(text: str) -> list[float]:
+        parts = text.split(",")
+        if len(parts) > _MOST_STAGES:
+            raise ValueError(f"has {len(parts)} numbers, the limit is {_MOST_STAGES}")
+        return [parse(part) for part in parts]
 
-
-def slo_of(args: argparse.Namespace) -> Slo:
-    return Slo(*(_thresholds_s(args) if args.slo is None else _in_seconds(args.slo)))
-
-
-def _thresholds_s(args: argparse.Namespace) -> _Limits:
-    return _in_seconds({name: getattr(args, f"{name}_threshold_ms") for name in _TIMES})
-
-
-def _in_seconds(limits_ms: Mapping[str, float | None]) -> _Limits:
-    found = (limits_ms.get(name) for name in _TIMES)
-    latency, ttft, itl = (None if limit is None else limit / 1e3 for limit in found)
-    return latency, ttft, itl
+    return levels
 
 
 def _mix(text: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Tally: what one stage measured. Those of several processes are added up."""
+"""Tally: what one stage measured. Slo: when a request is good."""
 
 from __future__ import annotations
 
@@ -11,10 +11,29 @@ _MOST_KINDS = 20
 """Kinds of errors that are counted separately. The texts of errors may hold anything."""
 OTHER_ERRORS = "other errors"
 TIMES = ("latency", "ttft", "itl", "decode_latency", "processing_latency", "queue_latency")
-_COUNTS = (
-    *("total", "succeeded", "good", "ended", "ended_good"),
-    *("input_tokens", "output_tokens", "cached_tokens"),
-)
+OVERLOAD_SHARE = 0.05
+"""A stage in which a larger share of the requests is not good is overloaded."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """The service level objective: the limits of each single request, in seconds. ``itl_s``: of its mean gap. None: no
+    limit."""
+
+    latency_s: float | None = None
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+    def is_met(self, latency_s: float, ttft_s: float | None, itl_s: float | None) -> bool:
+        """None: the request has no such time."""
+        return all(
+            limit is None or time is None or time <= limit
+            for limit, time in (
+                (self.latency_s, latency_s),
+                (self.ttft_s, ttft_s),
+                (self.itl_s, itl_s),
+            )
+        )
 
 
 @dataclass
@@ -52,19 +71,10 @@ class Tally:
         return self.total - self.succeeded
 
     @property
-    def error_share(self) -> float:
-        return self.failed / self.total if self.total else 0.0
+    def is_overloaded(self) -> bool:
+        return self.good < (1 - OVERLOAD_SHARE) * self.total
 
     def fail(self, reason: str) -> None:
         self.total += 1
         known = reason in self.errors or len(self.errors) < _MOST_KINDS
         self.errors[reason if known else OTHER_ERRORS] += 1
-
-    def merge(self, other: Tally) -> None:
-        for name in _COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in (*TIMES, "lateness"):
-            getattr(self, name).merge(getattr(other, name))
-        self.errors.update(other.errors)
-        for skill, latency in other.by_skill.items():
-            self.by_skill[skill].merge(latency)

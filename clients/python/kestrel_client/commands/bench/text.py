@@ -1,10 +1,11 @@
-"""What ``bench`` prints: a table of one stage, a line for each stage of a ramp, its end, and the summary of --json."""
+"""What ``bench`` prints: a table of one stage, a line for each of several, and the summary of --json."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .results import Plain, best_stage, level_text
+from .results import Plain, level_text
+from .tally import OVERLOAD_SHARE
 
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
@@ -29,17 +30,26 @@ def stage_table(stage: Plain) -> str:
             "no request ended within this time, so there are no rates: give more --seconds"
         )
     lines += [f"{count} failed: {words}" for words, count in stage["errors"].items()]
-    lines += [f"overloaded: {reason}" for reason in stage["overload_reasons"]]
-    lines += [f"the client may have limited this: {why}" for why in stage["client"]["limits"]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_warnings(stage)])
 
 
 def _rate(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
+def _warnings(stage: Plain) -> list[str]:
+    found = [f"the client may have limited this: {why}" for why in stage["client"]["limits"]]
+    if stage["overloaded"]:
+        missed = stage["requests_total"] - stage["requests_good"]
+        found.append(
+            f"overloaded: {missed} of {stage['requests_total']} requests failed or missed a limit of --slo "
+            f"(more than {OVERLOAD_SHARE:.0%})"
+        )
+    return found
+
+
 def stage_line(stage: Plain) -> str:
-    """One line about a stage of a ramp."""
+    """One line about one of several stages."""
     parts = [
         f"{level_text(stage)}: {stage['throughput_rps']:.2f} requests/s",
         f"{stage['goodput_rps']:.2f} good",
@@ -48,31 +58,11 @@ def stage_line(stage: Plain) -> str:
     for name, title in (("latency", "latency"), ("ttft", "TTFT"), ("itl", "ITL")):
         if spread := stage[name]:
             parts.append(f"{title} p50/p95 {1e3 * spread['p50']:.0f}/{1e3 * spread['p95']:.0f} ms")
-    line = ", ".join(parts)
-    if stage["overloaded"]:
-        line += f"; overloaded: {'; '.join(stage['overload_reasons'])}"
-    if stage["client"]["limits"]:
-        line += f"; the client may limit: {'; '.join(stage['client']['limits'])}"
-    return line
-
-
-def ramp_end(results: Sequence[Plain]) -> str:
-    best = best_stage(results)
-    lines = [
-        "no stage kept within the limits"
-        if best is None
-        else f"most within the limits: {stage_line(best)}"
-    ]
-    if limited := sum(bool(stage["client"]["limits"]) for stage in results):
-        lines.append(
-            f"the client may have limited {limited} of {len(results)} stages; more --processes, or a machine of its "
-            "own, may help"
-        )
-    return "\n".join(lines)
+    return "; ".join([", ".join(parts), *_warnings(stage)])
 
 
 def summary(results: Sequence[Plain]) -> Plain:
-    """What --json prints: the last stage with times in milliseconds, and of a ramp all stages."""
+    """What --json prints: the last stage with times in milliseconds, and all stages if there are several."""
     stage = results[-1]
     is_open = stage["target_rps"] is not None
     return {

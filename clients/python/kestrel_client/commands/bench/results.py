@@ -1,4 +1,4 @@
-"""A run's results: a JSON object with the plan, both machines, and a list of stages. It is read again for reports.
+"""A run's results: a JSON object with the settings, both machines, a list of stages, and the figures to compare.
 
 Times are in seconds unless a name ends in ``_ms``. ``null`` stands for what was not measured.
 """
@@ -11,29 +11,30 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...files import write_whole
-from ...parser import CommandError
-from ..histogram import Histogram
-from ..sending.sender import Stage
-from ..tally import TIMES, Tally
+from ..files import write_whole
+from ..parser import CommandError
+from .client_health import ClientHealth
+from .comparison import Figures
+from .histogram import Histogram
+from .sender import Stage
+from .tally import TIMES, Tally
 
 Plain: TypeAlias = dict[str, Any]
 
-KIND = "load"
-FORMAT = 1
 PERCENTILES = (1.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9)
 _MOST_BYTES = 64 * 1024 * 1024
 
 
-def stage_result(stage: Stage, tally: Tally, overload: Sequence[str], client: Plain) -> Plain:
-    """``overload``: why the stage was overloaded. ``client``: the health of the client."""
+def stage_result(stage: Stage, tally: Tally, health: ClientHealth) -> Plain:
     is_open, window_s = stage.loop == "open", stage.window_s
     tokens = tally.input_tokens
+    times = tally.ttft if tally.ttft.count else tally.latency
+    typical_s = times.percentile(50) if times.count else 0.0
     return {
         "target_rps": stage.level if is_open else None,
         "concurrency_limit": stage.most_in_flight if is_open else round(stage.level),
@@ -41,7 +42,7 @@ def stage_result(stage: Stage, tally: Tally, overload: Sequence[str], client: Pl
         "requests_total": tally.total,
         "requests_success": tally.succeeded,
         "requests_good": tally.good,
-        "error_rate": tally.error_share,
+        "error_rate": tally.failed / tally.total if tally.total else 0.0,
         "errors": dict(tally.errors.most_common()),
         "throughput_rps": tally.ended / window_s,
         "goodput_rps": tally.ended_good / window_s,
@@ -52,9 +53,13 @@ def stage_result(stage: Stage, tally: Tally, overload: Sequence[str], client: Pl
             "cached_share": tally.cached_tokens / tokens if tokens else None,
         },
         "skills": {name: _spread(latency) for name, latency in sorted(tally.by_skill.items())},
-        "client": {**client, "lateness": _spread(tally.lateness)},
-        "overloaded": bool(overload),
-        "overload_reasons": list(overload),
+        "client": {
+            "cpu_share": round(health.cpu_share, 4),
+            "loop_lag": _spread(health.lag),
+            "lateness": _spread(tally.lateness),
+            "limits": health.limits(tally.lateness, typical_s),
+        },
+        "overloaded": tally.is_overloaded,
     }
 
 
@@ -100,21 +105,11 @@ def figures(results: Iterable[Plain]) -> list[Plain]:
     return found
 
 
-def level_of(stage: Plain) -> float:
-    """Requests in flight of a closed loop, requests per second of an open one."""
-    rate = stage["target_rps"]
-    return float(stage["concurrency_limit"] if rate is None else rate)
-
-
 def level_text(stage: Plain) -> str:
-    unit = "in flight" if stage["target_rps"] is None else "requests/s"
-    return f"{level_of(stage):g} {unit}"
-
-
-def best_stage(results: Sequence[Plain]) -> Plain | None:
-    """The stage with the highest goodput of those that were not overloaded."""
-    sound = [stage for stage in results if not stage["overloaded"] and stage["requests_success"]]
-    return max(sound, key=lambda stage: float(stage["goodput_rps"]), default=None)
+    """Requests in flight of a closed loop, requests per second of an open one."""
+    if stage["target_rps"] is None:
+        return f"{stage['concurrency_limit']:g} in flight"
+    return f"{stage['target_rps']:g} requests/s"
 
 
 def write_results(path: str, content: Plain) -> None:
@@ -123,68 +118,18 @@ def write_results(path: str, content: Plain) -> None:
     write_whole(Path(path), lambda file: file.write_text(text))
 
 
-def read_results(path: str) -> Plain:
-    """Reads a file that ``write_results`` wrote. ``label`` defaults to the file's name. Raises CommandError."""
+def read_figures(path: str) -> Figures:
+    """The figures of a file that ``write_results`` wrote. Raises CommandError."""
     try:
         if os.path.getsize(path) > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES} bytes")
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        _check(content)
+        found = {str(f["name"]): (float(f["value"]), f["at_least"]) for f in content["figures"]}
+        for name, (value, at_least) in found.items():
+            if not math.isfinite(value) or not isinstance(at_least, bool):
+                raise ValueError(f"figure {name!r} has a wrong value")
     except OSError as error:
         raise CommandError(f"cannot read {path!r}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise CommandError(f"{path!r} has no results of bench: {error}") from None
-    content["label"] = content.get("label") or Path(path).stem
-    return dict(content)
-
-
-_NUMBER = int | float
-_STAGE = {
-    "target_rps": _NUMBER | None,
-    "concurrency_limit": _NUMBER,
-    "requests_total": _NUMBER,
-    "requests_success": _NUMBER,
-    "error_rate": _NUMBER,
-    "errors": dict,
-    "throughput_rps": _NUMBER,
-    "goodput_rps": _NUMBER,
-    **dict.fromkeys(TIMES, dict),
-    "tokens": {"input_per_s": _NUMBER, "output_per_s": _NUMBER},
-    "skills": dict,
-    "client": {"cpu_share": _NUMBER, "limits": list},
-    "overloaded": bool,
-    "overload_reasons": list,
-}
-"""The types of the fields of a stage, or the fields of an object."""
-
-
-def _check(content: Any) -> None:
-    """Raises ValueError that names the field."""
-    if not isinstance(content, dict) or content.get("benchmark") != KIND:
-        raise ValueError(f"its 'benchmark' is not {KIND!r}")
-    if content.get("format") != FORMAT:
-        raise ValueError(f"its 'format' is {content.get('format')!r}, not {FORMAT}")
-    for name in ("settings", "machine", "server"):
-        if not isinstance(content.get(name), dict):
-            raise ValueError(f"{name!r} is not an object")
-    if not isinstance(content.get("results"), list):
-        raise ValueError("'results' is not a list")
-    for i, stage in enumerate(content["results"]):
-        _check_fields(f"results[{i}]", stage, _STAGE)
-        for name in TIMES:
-            _check_fields(f"results[{i}].{name}", stage[name], dict.fromkeys(stage[name], _NUMBER))
-
-
-def _check_fields(where: str, value: Any, wanted: Mapping[str, Any]) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is not an object")
-    for name, kind in wanted.items():
-        found = value.get(name)
-        is_object = isinstance(kind, dict)
-        is_kind = isinstance(found, dict if is_object else kind)
-        if not is_kind or (isinstance(found, bool) and kind is not bool):
-            raise ValueError(f"{where}.{name} is missing or of another type")
-        if isinstance(found, float) and not math.isfinite(found):
-            raise ValueError(f"{where}.{name} is not finite")
-        if is_object:
-            _check_fields(f"{where}.{name}", found, kind)
+    return found

@@ -1,1 +1,0 @@
-"""The output of a run: a file of results, a report, a comparison of runs."""

@@ -1,1 +1,0 @@
-"""Sends the requests of a stage and measures them."""
