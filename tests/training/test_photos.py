@@ -48,6 +48,11 @@ def test_answers_agree_with_the_marks(domain: str, held: bool, sources: Path) ->
 def test_kept_photographs_are_never_learnt(sources: Path) -> None:
     names, words = photographs()
     assert names["Red-Beet"].kept and not names["Papaya"].kept
+    assert (names["Plum"].text, names["Plum"].label, names["Balloon"].label) == (
+        "",
+        "plum",
+        "unknown",
+    )
     assert {name.text for name in names.values()} >= set(words)
     oats, plain = names["Oatly-Oat-Milk"], names["Arla-Standard-Milk"]
     assert (oats.text, oats.kind, oats.label) == ("milk", "oat milk", "oat milk")
@@ -83,6 +88,7 @@ def test_photographs_are_packed_by_shop_and_photographer(tmp_path: Path) -> None
             csv.writer(file).writerows(
                 [["filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax"], line]
             )
+    _save(tmp_path / "shared-assets" / "images" / "examples" / "balloon.jpg", (9, 90, 200))
     made = []
     for out in (tmp_path / "one", tmp_path / "two"):
         (out / "held").mkdir(parents=True)
@@ -92,7 +98,7 @@ def test_photographs_are_packed_by_shop_and_photographer(tmp_path: Path) -> None
     files = [zipfile.ZipFile(io.BytesIO(data)) for data in made[0]]
     counts = [{name.split("/")[0] for name in file.namelist()} for file in files]
     assert counts == [
-        {"Banana", "Ginger", "Hoodie", "ace"},
+        {"Balloon", "Banana", "Ginger", "Hoodie", "ace"},
         {"Banana", "Red-Beet", "Hoodie", "ace"},
     ]
     assert sum("Banana" in name for name in files[0].namelist()) == 8

@@ -20,8 +20,11 @@ from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_o
 from training.domains.text.fonts import sources
 from training.scenes.phrases import with_article
 
-OUTSIDE = 0.22  # share of the things that are outside the list
-STRANGE = 0.4  # of the photographs outside the list: what nobody photographed
+OUTSIDE = {
+    True: 0.22,
+    False: 0.3,
+}  # share of the things that are outside the list, if held out or not
+STRANGE = 0.2  # of the photographs outside the list: what nobody photographed
 _SMALLEST = {"photo": 96.0, "emoji": 28.0}  # pixels of the model's view
 _ALONE = (
     "What is this?|What is in the {picture}?|What does the {picture} show?|What is shown here?|Name this thing.|"
@@ -246,6 +249,16 @@ def _caption(things: Sequence[_Thing], noun: str, width: int) -> list[Ask]:
     return [Ask("caption", f"{noun} caption", "short", text)]
 
 
+def _near(others: list[str]) -> list[str]:
+    """The photographs outside the list that look most like those in it."""
+    said = photographs()[0]
+    return [
+        name
+        for name in others
+        if name[1:] in said and said[name[1:]].group in ("produce", "clothes")
+    ]
+
+
 def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) -> Picture:
     files = _files(noun, held)
     ground, _ = draw_ground(rng, width, height, plain=0.6)
@@ -253,17 +266,18 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
     names, others = (
         [n for n in sorted(files) if n.startswith("?") == out] for out in (False, True)
     )
+    likely = others if held else others + _near(others) * 2
     pool = rng.sample(names, min(len(names), rng.choice((2, 4, 8, 20))))
     fills = noun == "photo" and rng.random() < 0.3 and max(width, height) < 1.6 * min(width, height)
     things = []
     for place in places[:1] if fills else places:
-        name = rng.choice(others if rng.random() < OUTSIDE else pool)
+        name = rng.choice(likely if rng.random() < OUTSIDE[held] else pool)
         kind, label, data = rng.choice(files[name])
         if noun == "emoji":
             box = _emoji(rng, ground, data, place, held)
         else:
             strange = not held and name in others and rng.random() < STRANGE
-            image = _strange(rng, files) if strange else _open(data)
+            image, label = (_strange(rng, files), OTHER) if strange else (_open(data), label)
             whole = _groups(noun).get(name) in ("clothes", "cards")
             image = image if held or strange else _look(rng, image, whole)
             box = (0, 0, width, height)

@@ -46,14 +46,24 @@ def photographs() -> tuple[dict[str, Name], dict[str, list[str]]]:
         elif line and not line.startswith("#"):
             folder, _, said = line.partition(": ")
             name, _, kind = said.partition(", ")
-            bare = name.strip("-")
-            names[folder] = Name(bare, kind, group, name == "--", bare or OTHER)
+            bare = name.strip("- ")
+            spoken = "" if name.startswith("-") else bare
+            names[folder] = Name(spoken, kind, group, name == "--", bare or OTHER)
+    for folder, _, _ in others():
+        names[folder] = Name("", "", "things", False, OTHER)
     for folder, each in names.items():
         if each.text in joined:
             joint = joined[each.text]
             own = each.kind or (each.text if each.text != joint else "")
             names[folder] = replace(each, text=joint, kind=own)
     return names, words
+
+
+def others() -> list[tuple[str, str, list[str]]]:
+    """Photographs of other things: the archive's folder, the folder of the clones, and the files there."""
+    lines = (FOLDER / "others.txt").read_text(encoding="utf-8").splitlines()
+    divided = (line.partition(": ") for line in lines if not line.startswith("#"))
+    return [(*where.split(), files.split()) for where, _, files in divided]  # type: ignore[misc]
 
 
 @cache

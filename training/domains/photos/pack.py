@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from training.domains.photos.names import emoji, photographs
+from training.domains.photos.names import emoji, others, photographs
 from training.sources import drawings
 
 GROCERY, CLOTHING, CARDS, SAMPLES = (
@@ -23,17 +23,18 @@ GROCERY, CLOTHING, CARDS, SAMPLES = (
     "TensorFlow-Object-Detection-API-Tutorial-Train-Multiple-Objects-Windows-10",
     "cognitive-services-sample-data-files",
 )  # fmt: skip
-SETS = ("fluent-emoji-flat", "noto", "noto-v1", "fxemoji")
+SETS = ("fluent-emoji-flat", "fluent-emoji", "noto", "noto-v1", "fxemoji")
 HELD_SET = "fxemoji"
 OTHERS = ("Animals & Nature", "Food & Drink", "Activities", "Objects", "Travel & Places")
 SIDE, EMOJI_SIDE = 136, 72
 # Photographs of a folder: to train with, and for the figures.
 MOST = {
-    "produce": (32, 5),
+    "produce": (48, 5),
     "cartons": (32, 5),
-    "clothes": (130, 20),
+    "clothes": (200, 20),
     "cards": (32, 8),
-    "others": (15, 20),
+    "others": (20, 20),
+    "things": (48, 0),
 }
 Edges = tuple[int, int, int, int]
 Found = tuple[str, bool, Path, Edges | None]  # folder, held, file, box
@@ -67,6 +68,12 @@ def _samples(clone: Path) -> Iterator[Found]:
         yield path.parent.name, False, path, None
 
 
+def _others(clones: Path) -> Iterator[Found]:
+    for folder, where, files in others():
+        for path in sorted({path for file in files for path in clones.glob(f"{where}/{file}")}):
+            yield folder, False, path, None
+
+
 def _spread(found: Sequence[Found], most: int) -> list[Found]:
     """At most so many, evenly spread, since neighbours look alike."""
     step = max(1.0, len(found) / most)
@@ -93,7 +100,13 @@ def make_photos(clones: Path, out: Path) -> None:
     """photos.zip and held/photos.zip. clones: the folder of the repositories, each by its own name."""
     names, _ = photographs()
     found: dict[tuple[str, bool], list[Found]] = {}
-    readers = {GROCERY: _groceries, CLOTHING: _clothes, CARDS: _cards, SAMPLES: _samples}
+    readers = {
+        GROCERY: _groceries,
+        CLOTHING: _clothes,
+        CARDS: _cards,
+        SAMPLES: _samples,
+        ".": _others,
+    }
     for repository, reader in readers.items():
         for one in reader(clones / repository):
             if one[0] in names and one[2].exists():
