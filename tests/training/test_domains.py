@@ -18,12 +18,14 @@ from training.domains.charts.sketched import sketch
 from training.domains.charts.tables import make_table
 from training.domains.drawn import Place
 from training.domains.phrasing import off_topic, vary
-from training.domains.picture import NOT_SHOWN, Ask, Mark, Picture, in_order
+from training.domains.picture import NOT_SHOWN, SAME_COLUMN, Ask, Mark, Picture, in_order
 from training.domains.screens import questions as screens
-from training.domains.shapes.draw import _grid_scene, draw_with_pillow
+from training.domains.shapes.draw import _caption, _grid_scene, draw_with_pillow
 from training.domains.text.page import Page
 from training.mixture import draw_picture
+from training.scenes.captions import named_objects, objects_of
 from training.scenes.scenes import draw_scene
+from training.scenes.vocabulary import HELD_OUT, NUMBER_WORDS
 
 OWN = ("shapes", "text", "charts", "icons", "photos", "emoji")  # drawn without a browser's archive
 
@@ -142,8 +144,19 @@ def test_what_is_known_turns_with_the_picture(degrees: float) -> None:
 
 def test_a_grid_is_told_column_by_column() -> None:
     for seed in range(40):
-        shapes = _grid_scene(random.Random(seed), 640, 480).shapes
+        shapes = _grid_scene(random.Random(seed), 640, 480, held=False).shapes
         assert list(shapes) == in_order(shapes, 640, lambda s: s.centre)
+        gaps = np.diff([s.centre[0] / 640 for s in shapes])
+        assert ((abs(gaps) < 1e-6) | (gaps > 1.4 * SAME_COLUMN)).all()
+        assert not HELD_OUT & {(s.colour, s.kind) for s in shapes}
+
+
+def test_a_short_caption_begins_with_the_number_of_different_shapes() -> None:
+    for seed in range(20):
+        scene = draw_scene(random.Random(seed), 640, 480)
+        said, count = _caption(scene, "short"), f"There are {NUMBER_WORDS[len(scene.shapes)]} "
+        assert said.startswith(count) == (len(objects_of(scene)) > 1)
+        assert named_objects(said) == objects_of(scene)
 
 
 @pytest.mark.parametrize("values", [(5.0, 9.0, 7.0, 7.1), (8.0, 7.9, 2.0, 3.0)])

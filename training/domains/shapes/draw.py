@@ -19,6 +19,7 @@ from training.scenes.phrases import Phrase, draw_absent, draw_present, object_wo
 from training.scenes.questions import as_ask, count, draw_question
 from training.scenes.render import render_scene
 from training.scenes.scenes import (
+    CENTRE_GAP,
     Scene,
     Shape,
     contrast,
@@ -28,39 +29,48 @@ from training.scenes.scenes import (
     stripe_gap,
 )
 from training.scenes.shapes import geometry, place, unit_bounds
-from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, MEASURED_COLOURS, SHAPES
+from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, HELD_OUT, MEASURED_COLOURS, SHAPES
 
 GROUPED = 6  # shapes, up to which a short caption groups them
 
 
-def _grid_scene(rng: random.Random, width: int, height: int) -> Scene:
-    """0 to 20 shapes in rows and columns, or in free places that a grid keeps apart; few kinds, few colours."""
+def _grid_scene(rng: random.Random, width: int, height: int, held: bool) -> Scene:
+    """0 to 20 shapes in rows and columns, or in free places that a grid keeps apart; few kinds, few colours.
+
+    The centres of a column are one above the other or well apart, so that captions and boxes have one order.
+    """
     count = rng.randint(0, 20) if rng.random() < 0.7 else rng.randint(8, 14)
     columns = rng.randint(max(1, math.ceil(count / 6)), max(1, min(count, 7)))
     rows = max(1, math.ceil(count / columns))
     cell_w, cell_h = width / columns, height / rows
-    jitter = 0.0 if rng.random() < 0.5 else rng.uniform(0.02, 0.15)
+    jitter, step, turns = 0.0, 0.0, [list(range(rows))] * columns
+    if rng.random() < 0.5:
+        jitter, step = rng.uniform(0.02, 0.15), rng.uniform(0.8, 1.2) * CENTRE_GAP * width
+        turns = [rng.sample(range(rows), rows) for _ in range(columns)]
     full = list(range(rows * columns))
     cells = full[:count] if rng.random() < 0.5 else sorted(rng.sample(full, count))
     kinds = rng.sample(range(len(SHAPES)), rng.choice((1, 1, 2, 3, 5)))
     colours = rng.sample(range(len(COLOURS)), rng.choice((1, 1, 2, 3, 5)))
     background = draw_background(rng)
     style = rng.choice((0, 0, 0, 1, 2, 3))
-    r = 0.5 * min(cell_w, cell_h) * rng.uniform(0.35, 0.8) / (1 + 2 * jitter)
+    room = min(cell_w - (rows - 1) * step, cell_h / (1 + 2 * jitter))
+    r = 0.5 * room * rng.uniform(0.35, 0.8)
     shapes = []
     for cell in cells:
         kind, colour = rng.choice(kinds), rng.choice(colours)
         rgb = draw_colour(rng, colour)
         for _ in range(20):
-            if contrast(rgb, background) > 0.3:
+            if contrast(rgb, background) > 0.3 and (held or (colour, kind) not in HELD_OUT):
                 break
             colour = rng.choice(colours) if rng.random() < 0.5 else rng.randrange(len(COLOURS))
             rgb = draw_colour(rng, colour)
         u0, v0, u1, v1 = unit_bounds(kind, 0.0)
-        x = (cell % columns + 0.5 + rng.uniform(-jitter, jitter)) * cell_w - r * (u0 + u1) / 2
-        y = (cell // columns + 0.5 + rng.uniform(-jitter, jitter)) * cell_h - r * (v0 + v1) / 2
+        row, column = divmod(cell, columns)
+        size = r * (rng.uniform(0.75, 1) if step else 1)
+        aside = (turns[column][row] - (rows - 1) / 2) * step
+        x = (column + 0.5) * cell_w + aside - size * (u0 + u1) / 2
+        y = (row + 0.5 + rng.uniform(-jitter, jitter)) * cell_h - size * (v0 + v1) / 2
         own = rng.randrange(3) if style == 3 else style
-        size = r * (1 if jitter == 0 else rng.uniform(0.75, 1.0))
         shapes.append(
             Shape(kind, colour, own, x, y, size, 0.0, rgb, stripe_gap(colour, rgb), 0.2 * size, 0.5 * size)
         )  # fmt: skip
@@ -117,11 +127,13 @@ def draw_with_pillow(rng: random.Random, scene: Scene) -> Pixels:
 
 
 def _caption(scene: Scene, length: str) -> str:
-    """A caption. A short one also names each of many shapes, unless they are alike: groups were miscounted."""
-    if length != "short" or len(scene.shapes) <= GROUPED or len(objects_of(scene)) == 1:
-        return caption(scene, length)
-    each = normal_caption(scene).partition(": ")[2]
-    return each[0].upper() + each[1:]
+    """A caption. A short one begins with the number, unless the shapes are alike, and names each of many: groups were
+    miscounted."""
+    short = caption(scene, length)
+    if length != "short" or len(objects_of(scene)) <= 1:
+        return short
+    count, _, each = normal_caption(scene).replace("The picture shows", "There are").partition(": ")
+    return f"{count}: {each if len(scene.shapes) > GROUPED else short[0].lower() + short[1:]}"
 
 
 def _questions(rng: random.Random, scene: Scene, few: bool) -> Iterator[Ask]:
@@ -187,7 +199,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         many = rng.randint(7, 12) if not held and rng.random() < 0.4 else None
         scene = draw_scene(rng, width, height, many, held, palette)
     else:
-        scene = _grid_scene(rng, width, height)
+        scene = _grid_scene(rng, width, height, held)
     few = len(scene.shapes) <= 12
     if (
         rng.random() < (0.25 if held else 0.06) and width * height < 400_000 and few
