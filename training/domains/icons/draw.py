@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter, ImageOps
 
 from training.domains.ground import Rgb, draw_ground, hsv, ink_for, luma
 from training.domains.phrasing import absent_object, off_topic, tell
@@ -57,10 +57,20 @@ class _Icon:
     box: Box
 
 
-def _paste(rng: random.Random, page: Page, drawing: Pixels, place: Square, ink: Rgb) -> Box:
+def _redrawn(rng: random.Random, mask: Image.Image) -> Image.Image:
+    """As another set may draw it: with bolder or finer lines, narrower or lower."""
+    if rng.random() < 0.3:
+        bolder = rng.random() < 0.6
+        mask = mask.filter(ImageFilter.MaxFilter(3) if bolder else ImageFilter.MinFilter(3))
+    if rng.random() < 0.3:
+        size = round(mask.width * rng.uniform(0.8, 1)), round(mask.height * rng.uniform(0.8, 1))
+        mask = ImageOps.pad(mask.resize(size), mask.size)
+    return mask
+
+
+def _paste(rng: random.Random, page: Page, mask: Image.Image, place: Square, ink: Rgb) -> Box:
     """Draw a mask into the square; returns the box of its ink."""
     x, y, side = round(place[0]), round(place[1]), max(8, round(place[2]))
-    mask = Image.fromarray(drawing)
     how = rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS, Image.Resampling.BOX))
     mask = mask.resize((side, side), how)
     page.image.paste(ink, (x, y), mask)
@@ -102,7 +112,7 @@ def _wrong_name(rng: random.Random, icons: list[_Icon]) -> str:
     return rng.choice([name for name in _names() if name not in have])
 
 
-def _seek(rng: random.Random, icons: list[_Icon], skill: str, width: int) -> Ask:
+def _seek(rng: random.Random, icons: list[_Icon], skill: str) -> Ask:
     name = rng.choice(icons).name if rng.random() < 0.85 else _wrong_name(rng, icons)
     boxes = [icon.box for icon in icons if icon.name == name]
     ways = ("{n}", "{n} icon", "the {n} icon", "{n} icons", "the {n} symbol")
@@ -111,7 +121,7 @@ def _seek(rng: random.Random, icons: list[_Icon], skill: str, width: int) -> Ask
         said = rng.choice(("icon", "icons", "all icons", "symbols"))
         boxes = [icon.box for icon in icons]
     kind = f"icons {skill}" if boxes else "absent"
-    return find(skill, kind, said, in_order(boxes, width, centre))
+    return find(skill, kind, said, boxes)
 
 
 def _this(rng: random.Random, icons: list[_Icon]) -> Ask:
@@ -144,13 +154,16 @@ def _amounts(rng: random.Random, icons: list[_Icon]) -> list[Ask]:
     return [chosen, tell(rng, "icons presence", ways, said, a=article(asked), n=asked)]
 
 
-def _caption(icons: list[_Icon], width: int) -> Ask:
-    names = [icon.name for icon in in_order(icons, width, lambda icon: centre(icon.box))]
+def _captions(rng: random.Random, icons: list[_Icon]) -> list[Ask]:
+    names = [icon.name for icon in icons]
+    text = f"Icons: {', '.join(names)}."
     if len(names) == 1:
         text = f"{article(names[0]).capitalize()} {names[0]} icon."
-    else:
-        text = f"Icons: {', '.join(names)}." if len(names) <= 5 else f"{len(names)} icons."
-    return Ask("caption", "icons caption", "short", text)
+    elif len(names) > 5:
+        text = f"{len(names)} icons."
+    ways = "Which icons are there?|Which icons do you see?|What icons are in the {picture}?"
+    asks = [Ask("caption", "icons caption", "short", text)]
+    return [*asks, tell(rng, "icons caption", ways, text)] if len(names) <= 5 else asks
 
 
 def _labels(
@@ -176,7 +189,8 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     one_ink = ink_for(rng, ground, 80) if rng.random() < 0.6 else None
     tile = rng.random() < 0.15
     icons = []
-    for x, y, side in places:
+    # The order of the squares is clear: ink isn't in the middle of each.
+    for x, y, side in in_order(places, width, lambda at: (at[0] + at[2] / 2, at[1] + at[2] / 2)):
         name = rng.choice(pool)
         ink = one_ink or ink_for(rng, ground, 60)
         if tile:
@@ -185,17 +199,19 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
             around = (x - pad, y - pad, x + side + pad, y + side + pad)
             page.pen.rounded_rectangle(around, pad, plate)
             ink = (255, 255, 255) if luma(plate) < 150 else (0, 0, 0)
-        drawing = masks[rng.choice(rows[name])]
-        icons.append(_Icon(name, _paste(rng, page, drawing, (x, y, side), ink)))
+        mask = Image.fromarray(masks[rng.choice(rows[name])])
+        mask = mask if held else _redrawn(rng, mask)
+        icons.append(_Icon(name, _paste(rng, page, mask, (x, y, side), ink)))
     if len(places) > 1 and rng.random() < 0.2:
         lefts = [x for x, _, _ in places]
         pitch = min((b - a for a in lefts for b in lefts if b - a > 1), default=width / 3)
         _labels(rng, page, icons, held, ink_for(rng, ground, 90), 0.95 * pitch)
-    asks = [_seek(rng, icons, skill, width) for skill in ("detect", "point")]
+    asks = [_seek(rng, icons, skill) for skill in ("detect", "point")]
     asks += [_this(rng, icons) for _ in range(4)]
-    asks += [_seek(rng, icons, "point", width), *_amounts(rng, icons), _caption(icons, width)]
+    asks += [_seek(rng, icons, "point"), *_amounts(rng, icons)]
+    asks += _captions(rng, icons)
     asks.append(off_topic(rng) if rng.random() < 0.3 else absent_object(rng))
     for _ in range(0 if held else 3):
-        asks += [_seek(rng, icons, "detect", width), _this(rng, icons), *_amounts(rng, icons)]
+        asks += [_seek(rng, icons, "detect"), _this(rng, icons), *_amounts(rng, icons)]
     marks = [Mark(icon.box, icon.name) for icon in icons]
     return Picture(np.asarray(page.image), asks, marks, page.characters)
