@@ -34,7 +34,7 @@ from training.domains.picture import (
     view_scale,
 )
 
-SMALLEST = 7.0, 9.0  # letters that can be read: pixels of the picture, and of the model's view
+SMALLEST = 8.0, 11.0  # letters that can be read: pixels of the picture, and of the model's view
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
@@ -61,7 +61,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
 def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     archive = open_drawings("held/charts.zip" if held else "charts.zip", "charts.json")
     letters = max(SMALLEST[0], SMALLEST[1] / view_scale(width, height))
-    pixels, table, place = archive.place(rng, width, height, 0 if held else letters)
+    pixels, table, place = archive.place(rng, width, height, letters)
     written = [(text, [place.point(x, y) for x, y in zip(at[::2], at[1::2], strict=True)])
                for text, at in table["texts"]]  # fmt: skip
     boxes = [[place.box(box) for box in row] for row in table["boxes"]]

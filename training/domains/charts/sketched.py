@@ -38,7 +38,7 @@ class Sketch:
         self.rng, self.table, self.page, self.held = rng, table, page, held
         width, height = page.size
         seen = rng.uniform(12.5, rng.choice((16, 20, 28)))  # pixels of the model's view
-        self.size = size = max(8, round(seen / view_scale(width, height)))
+        self.size = size = max(11, round(seen / view_scale(width, height)))
         self.font = draw_font(rng, held)
         self.ground: Rgb = page.image.getpixel((0, 0))  # type: ignore[assignment]
         self.ink = ink_for(rng, self.ground, 110)
