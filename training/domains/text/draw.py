@@ -125,12 +125,17 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         if not held and rng.random() < 0.2:
             drawn = rng.choice((form, table))  # screens need the same
         page, special = drawn(rng, width, height, held)
+        small = min((line.size for line in page.lines), default=0) < READABLE
+        if small and not held and rng.random() < 0.5:
+            continue
         if page.lines and min(line.box[3] - line.box[1] for line in page.lines) >= 3:
             break
     else:
         raise RuntimeError(f"no text fits into {width}x{height}")
     asks = special + asks_of(rng, page)
-    if min(line.size for line in page.lines) < READABLE:
+    if not held:
+        asks += [ask for ask in (_read_line(rng, page) for _ in range(2)) if ask is not None]
+    if small:
         asks = [replace(a, kind=f"{a.kind} small") if a.kind in _SIZED else a for a in asks]
     marks = [Mark(word.box, "text") for line in page.lines for word in line.words]
     return Picture(np.asarray(page.image), asks, marks, page.characters)
