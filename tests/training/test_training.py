@@ -10,6 +10,8 @@ import torch
 
 from kestrel_engine.types.model_config import ModelConfig
 from training.crops import crops
+from training.domains.photos.names import UNKNOWN
+from training.domains.picture import Ask
 from training.kestrel_small import CONFIG
 from training.learning import checkpoints
 from training.learning.batches import Batch, pack
@@ -38,6 +40,14 @@ def batch() -> Batch:
     rng = random.Random(4)
     pictures = [draw_picture(rng, "shapes", (320, 240)) for _ in range(2)]
     return pack(rng, pictures)
+
+
+def test_not_to_know_is_decided_by_the_first_token() -> None:
+    picture = draw_picture(random.Random(4), "shapes", (320, 240))
+    asks = [Ask("query", "photo outside", "What is this?", UNKNOWN)]
+    weights = pack(random.Random(4), [replace(picture, asks=asks)]).weight[0]
+    first, *others = weights[weights > 0].tolist()
+    assert len(others) > 4 and max(others) < first / 2
 
 
 @torch.no_grad()

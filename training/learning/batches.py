@@ -17,6 +17,7 @@ from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
 from training.camera import compress, turn
 from training.domains.charts.questions import EXTREMES
+from training.domains.photos.names import UNKNOWN
 from training.domains.photos.names import labels as photographed
 from training.domains.picture import Picture
 from training.kestrel_small import CONFIG
@@ -39,6 +40,8 @@ SKILL_WEIGHTS = {  # of the losses of their answers
 }  # fmt: skip
 # A loss counts by token. The tokens of a short answer count more, so that names and numbers don't vanish beside texts.
 EVEN, LEAST, MOST = 8, 0.7, 2.0  # tokens of an answer whose share is 1; bounds of the share
+# "I don't know." is decided by its first token, which counts as in an answer of so many; the others count less.
+DECIDED, SETTLED = 4, 0.2
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
 # Rows and columns of a cell, in each of which the helper head reads one character. Upright text needs the other way.
 PLACES = (2, 4)
@@ -143,7 +146,8 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
             share = SKILL_WEIGHTS[ask.skill] * min(2.0, max(0.5, wanted(ask.kind)))
             n = len(prompt.ids) - 1  # the last id is only a target
             if ask.skill == "query":
-                share *= min(MOST, max(LEAST, (EVEN / (n + 1 - prompt.start)) ** 0.5))
+                decided = DECIDED if ask.answer == UNKNOWN else n + 1 - prompt.start
+                share *= min(MOST, max(LEAST, (EVEN / decided) ** 0.5))
             if at + n > LENGTH:
                 continue
             ids[row, at : at + n], values[row, at : at + n] = prompt.ids[:-1], prompt.values[:-1]
@@ -151,7 +155,8 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
             position[row, at : at + n] = CONFIG.image_prefix + np.arange(n)
             for i in range(prompt.start, n + 1):
                 here, target, (x, y) = (row, at + i - 1), prompt.ids[i], prompt.values[i]
-                next_id[here], weight[here] = target, share
+                settled = ask.answer == UNKNOWN and i > prompt.start
+                next_id[here], weight[here] = target, share * (SETTLED if settled else 1)
                 if target == COORD:
                     next_coord[here] = coord_bin(x, 1024)
                 elif target == SIZE:

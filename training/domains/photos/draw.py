@@ -20,10 +20,8 @@ from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_o
 from training.domains.text.fonts import sources
 from training.scenes.phrases import with_article
 
-OUTSIDE = {
-    True: 0.22,
-    False: 0.3,
-}  # share of the things that are outside the list, if held out or not
+OUTSIDE = 0.22  # share of the things that are outside the list
+PHOTOS_OUTSIDE = 0.3  # of the photographs in training
 STRANGE = 0.2  # of the photographs outside the list: what nobody photographed
 _SMALLEST = {"photo": 96.0, "emoji": 28.0}  # pixels of the model's view
 _ALONE = (
@@ -266,12 +264,13 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
     names, others = (
         [n for n in sorted(files) if n.startswith("?") == out] for out in (False, True)
     )
+    outside = PHOTOS_OUTSIDE if noun == "photo" and not held else OUTSIDE
     likely = others if held else others + _near(others) * 2
     pool = rng.sample(names, min(len(names), rng.choice((2, 4, 8, 20))))
     fills = noun == "photo" and rng.random() < 0.3 and max(width, height) < 1.6 * min(width, height)
     things = []
     for place in places[:1] if fills else places:
-        name = rng.choice(likely if rng.random() < OUTSIDE[held] else pool)
+        name = rng.choice(likely if rng.random() < outside else pool)
         kind, label, data = rng.choice(files[name])
         if noun == "emoji":
             box = _emoji(rng, ground, data, place, held)
