@@ -1,6 +1,5 @@
 """The backend for Label Studio: real requests to it, before a server with the bundled model."""
 
-import argparse
 import asyncio
 import base64
 import contextlib
@@ -23,12 +22,15 @@ from clients.tools.label_studio_kestrel.predictions import Predictor
 from kestrel_client import KestrelClient
 from tests.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
+from tests.ports import free_port
 from tests.service.command_line import environment
+from tests.waiting import until
 
 IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 DATA = IMAGE.read_bytes()
 URL = "data:image/jpeg;base64," + base64.b64encode(DATA).decode()
 TOKEN = "t" * 32
+BASIC = "Basic " + base64.b64encode(f"a:{TOKEN}".encode()).decode()
 JSON = {"content-type": "application/json"}
 CONFIG = """<View>
   <Image name="img" value="$image"/>
@@ -38,15 +40,17 @@ CONFIG = """<View>
 </View>"""
 
 
-def arguments(*flags: str) -> argparse.Namespace:
-    return parser().parse_args(["--listen", "127.0.0.1:0", *flags])
-
-
 @asynccontextmanager
 async def bridge(*flags: str, token: str | None = None) -> AsyncIterator[httpx2.AsyncClient]:
-    async with opened(arguments(*flags), token) as address:
-        async with httpx2.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
+    port = free_port()
+    args = parser().parse_args(["--listen", f"127.0.0.1:{port}", *flags])
+    async with opened(args, token) as server:
+        serving = asyncio.create_task(server.serve())
+        await until(lambda: server.started)
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             yield client
+        server.should_exit = server.force_exit = True
+        await serving
 
 
 def asked(image: object = URL, config: str = CONFIG) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def asked(image: object = URL, config: str = CONFIG) -> dict[str, Any]:
 
 
 async def test_a_task_gets_boxes_points_and_outlines(server: str):
-    async with bridge("--server", server, "--allow-data-urls") as client:
+    async with bridge("--server", server) as client:
         health = await client.get("/health")
         assert health.json()["status"] == "UP"
         setup = await client.post("/setup", json={"project": "1.2", "schema": CONFIG})
@@ -103,7 +107,7 @@ async def test_several_labels_may_stand_for_one_object(server: str):
     labels = "".join(f'<Label value="{i}" predicted_values="green crescent"/>' for i in range(33))
     config = f"""<View><Image name="i" value="$image"/>
       <KeyPointLabels name="p" toName="i">{labels}</KeyPointLabels></View>"""
-    async with bridge("--server", server, "--allow-data-urls") as client:
+    async with bridge("--server", server) as client:
         answered = await client.post("/predict", json=asked(config=config))
     assert answered.status_code == 200, answered.text
     (prediction,) = answered.json()["results"]
@@ -111,7 +115,7 @@ async def test_several_labels_may_stand_for_one_object(server: str):
     assert found == [str(i) for i in range(33) for _ in range(2)]
 
 
-DEEP = "<a>" * 30_000 + "</a>" * 30_000
+DEEP = "<a>" * 9_000 + "</a>" * 9_000
 LAUGHS = '<!DOCTYPE a [<!ENTITY b "b"><!ENTITY c "&b;&b;">]><View>&c;</View>'
 BAD: dict[str, tuple[object, str]] = {
     "no object": ([], "JSON object"),
@@ -123,25 +127,25 @@ BAD: dict[str, tuple[object, str]] = {
     "data url": (asked("data:image/png,abc"), "must be a data URL like data:"),
     "base64": (asked("data:image/png;base64,*"), "is not valid base64"),
     "no picture": (asked("data:image/png;base64,aGVsbG8="), "image"),
-    "file": (asked("file:///etc/passwd"), "neither an address"),
+    "file": (asked("file:///etc/passwd"), "not an address like"),
     "path": (asked("/data/upload/1/a.jpg"), "--label-studio URL"),
-    "bucket": (asked("s3://bucket/a.jpg"), "pre-signed"),
+    "bucket": (asked("s3://bucket/a.jpg"), "pre-sign URLs"),
     "host": (asked("http://169.254.169.254/latest"), "--fetch-allow"),
     "loopback": (asked("http://localhost:1/a.jpg"), "--fetch-allow"),
-    "user": (asked("http://a@127.0.0.1/a.jpg"), "without a user name"),
+    "user": (asked("http://a@127.0.0.1/a.jpg"), "not an address like"),
     "no config": ({"tasks": asked()["tasks"]}, "label_config: must be"),
     "no xml": (asked(config="<View>"), "is not XML"),
     "doctype": (asked(config=LAUGHS), "document type"),
     "deep": (asked(config=DEEP), "has no RectangleLabels"),
     "no control": (asked(config="<View/>"), "has no RectangleLabels"),
     "no name": (asked(config='<RectangleLabels toName="b"/>'), "has no name"),
-    "constant": (asked(config='<Image name="a" value="b"/>'), "must name a field"),
+    "constant": (asked(config='<Image name="a" value="b"/>'), "has no RectangleLabels"),
     "surrogate": (asked(config="<View a='\ud800'/>"), ""),
 }
 
 
 async def test_bad_requests_are_refused_with_a_reason(server: str):
-    async with bridge("--server", server, "--allow-data-urls") as client:
+    async with bridge("--server", server) as client:
         for name, (body, part) in BAD.items():
             if name == "surrogate":
                 text = '{"label_config": "<View a=\'\\ud800\'/>", "tasks": [1]}'
@@ -221,17 +225,17 @@ async def test_without_a_token_only_this_machine_is_named():
         )
         assert response.status_code == 415, "a page of another site may send it"
     async with bridge("--server", "127.0.0.1:1", token=TOKEN) as client:
-        headers = {**JSON, "host": "bridge.example.org", "authorization": f"Bearer {TOKEN}"}
+        headers = {**JSON, "host": "bridge.example.org", "authorization": BASIC}
         response = await client.post("/setup", content=b"{}", headers=headers)
         assert response.status_code == 400
 
 
 async def test_a_token_may_have_any_letters():
     async with bridge("--server", "127.0.0.1:1", "--timeout", "5", token="gehéim") as client:
-        for given in ("Bearer gehéim".encode(), b"Basic " + base64.b64encode("a:gehéim".encode())):
-            headers = {**JSON, "authorization": given}
-            response = await client.post("/setup", content=b"{}", headers=headers)
-            assert response.status_code == 400 and "label_config" in response.text
+        given = b"Basic " + base64.b64encode("a:gehéim".encode())
+        headers = {**JSON, "authorization": given}
+        response = await client.post("/setup", content=b"{}", headers=headers)
+        assert response.status_code == 400 and "label_config" in response.text
 
 
 async def test_callers_need_the_token_and_no_server_is_said():
@@ -240,17 +244,11 @@ async def test_callers_need_the_token_and_no_server_is_said():
         assert (await client.get("/")).status_code == 200
         body = {"schema": CONFIG}
         basic = {"auth": httpx2.BasicAuth("anyone", TOKEN)}
-        given: list[dict[str, Any]] = [
-            {"headers": {"authorization": f"Bearer {TOKEN}"}},
-            {"headers": {"authorization": f"Token {TOKEN}"}},
-            basic,
-        ]
-        for credentials in given:
-            response = await client.post("/setup", json=body, **credentials)
-            assert response.status_code == 503 and "no server answers" in response.text
+        response = await client.post("/setup", json=body, **basic)
+        assert response.status_code == 503 and "no server answers" in response.text
         wrong: list[dict[str, Any]] = [
             {},
-            {"headers": {"authorization": f"Bearer {TOKEN}x"}},
+            {"headers": {"authorization": f"Bearer {TOKEN}"}},
             {"headers": {"authorization": TOKEN}},
             {"headers": {"authorization": "Basic ***"}},
             {"headers": {"authorization": b"Bearer \xff\xfe"}},
@@ -274,6 +272,7 @@ async def test_callers_need_the_token_and_no_server_is_said():
         (["--listen", "0.0.0.0:9090"], "KESTREL_BRIDGE_TOKEN"),
         (["--listen", "9090"], "must be HOST:PORT"),
         (["--fetch-allow", "127.0.0.1"], "images.example.org"),
+        (["--allow-data-urls"], "data URLs are always taken"),
         *((["--label-studio", url], "--label-studio") for url in ("h:8080", "http://u@h", "http://h/p")),
     ],
 )  # fmt: skip
@@ -286,16 +285,16 @@ def test_flags_are_checked(flags: list[str], part: str, capsys: pytest.CaptureFi
 def test_the_command_says_where_it_listens_and_ends():
     command = [sys.executable, "-m", "label_studio_kestrel", "--listen", "127.0.0.1:0"]
     process = ForkedProcess(
-        command, cwd=ROOT / "clients/tools", env=environment(), stdout=subprocess.PIPE, text=True
+        command, cwd=ROOT / "clients/tools", env=environment(), stderr=subprocess.PIPE, text=True
     )
     with process:
-        assert process.stdout is not None
-        address = re.search(r"http://\S+", process.stdout.readline())
-        assert address is not None
-        assert httpx2.get(f"{address[0]}/health", timeout=60).json()["status"] == "UP"
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        address = next(found[0] for line in lines if (found := re.search(r"http://\S+", line)))
+        assert httpx2.get(f"{address}/health", timeout=60).json()["status"] == "UP"
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.returncode in (0, -signal.SIGTERM)
 
 
 Answers = dict[str, bytes]
@@ -330,22 +329,22 @@ async def test_images_of_label_studio_are_fetched_with_its_token_only_from_it():
     async with label_studio({"/a": answer(DATA)}, elsewhere) as other:
         answers["/tasks/1/resolve/?f=x"] = answer(b"", "303 See Other", f"location: {other}/a")
         async with label_studio(answers, heads) as home, contextlib.AsyncExitStack() as stack:
-            images = await stack.enter_async_context(TaskImages([], origin(home), "secret", False))
+            images = await stack.enter_async_context(TaskImages([], origin(home), "secret"))
             for path in ("/data/upload/1/a.jpg", f"{home}/data/upload/1/a.jpg"):
                 assert await images.read(path, "image") == DATA
             assert all(b"authorization: Token secret\r\n" in head for head in heads)
             assert len(heads) == 2
             for path, part in {
-                "/api/projects": "no image of Label Studio",
-                "/data/../api/projects": "no image",
-                "/data/%2e%2e/api/projects": "no image",
-                "/data/%252e%252e/api": "no image",
-                "/data\\..\\api": "no image",
-                "/data/%3f/../../api": "no image",
-                "/data/%23/../../api": "no image",
-                "//example.org/data/a.jpg": "no image",
-                f"{home}/api/projects": "no image",
-                f"{home}@example.org/a.jpg": "user name",
+                "/api/projects": "Label Studio's images",
+                "/data/../api/projects": "Label Studio's images",
+                "/data/%2e%2e/api/projects": "Label Studio's images",
+                "/data/%252e%252e/api": "Label Studio's images",
+                "/data\\..\\api": "Label Studio's images",
+                "/data/%3f/../../api": "Label Studio's images",
+                "/data/%23/../../api": "Label Studio's images",
+                "//example.org/data/a.jpg": "Label Studio's images",
+                f"{home}/api/projects": "Label Studio's images",
+                f"{home}@example.org/a.jpg": "not an address",
                 f"{other}/a": "--fetch-allow",
             }.items():
                 with pytest.raises(RequestRefused, match=part):
@@ -360,8 +359,8 @@ async def test_an_allowed_host_must_have_a_public_address():
     heads: list[bytes] = []
     async with label_studio({"/a": answer(DATA)}, heads) as home:
         host = home.removeprefix("http://").replace("127.0.0.1", "localhost")
-        async with TaskImages([host], None, None, False) as images:
-            with pytest.raises(RequestRefused, match=r"image: cannot be fetched: .* not public"):
+        async with TaskImages([host], None, None) as images:
+            with pytest.raises(RequestRefused, match=r"image: .* not public"):
                 await images.read(f"http://{host}/a", "image")
     assert heads == []
 
@@ -380,11 +379,9 @@ def test_controls_of_a_configuration():
     many = (
         '<RectangleLabels name="r" toName="i">' + '<Label value="x"/>' * 65 + "</RectangleLabels>"
     )
-    long = f'<Image name="{"n" * 257}" value="$a"/>'
     for config, part in (
         (many, "limit of 64"),
-        (long, "limit is 256"),
-        (" " * 300_000 + "<a/>", "limit"),
+        (" " * 300_000 + "<a/>", "at most 65536 characters"),
     ):
         with pytest.raises(RequestRefused, match=part):
             read_controls(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,14 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kestrel_client import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    InvalidRequestError,
-    KestrelError,
-    OverloadedError,
-    UnavailableError,
-)
+from kestrel_client import DeadlineExceededError, KestrelError, OverloadedError, UnavailableError
 from kestrel_client.commands.connection import failure_text
 
 from .labelling import RequestRefused, read_controls
@@ -41,8 +33,8 @@ Answer = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 
 
 class Backend:
-    """``token``: what callers must give, as a bearer token or as a password; None lets all in. ``server``: the address
-    of the server, and ``timeout_s`` the limit on its answers, for messages."""
+    """``token``: the password that callers must give; None lets all in. ``server``: the address of the server, and
+    ``timeout_s`` the limit on its answers, for messages."""
 
     def __init__(
         self, predictor: Predictor, token: str | None, server: str, timeout_s: float
@@ -80,7 +72,8 @@ class Backend:
     def _answered(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             if not self._knows(request.headers.get("authorization", "")):
-                return _failed(401, "credentials are missing or wrong", challenge=True)
+                challenge = {"www-authenticate": 'Basic realm="kestrel"'}
+                return JSONResponse({"error": "the password is missing or wrong"}, 401, challenge)
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if request.method == "POST" and kind != "application/json":
                 # A browser sends other types to another origin without asking the server.
@@ -93,24 +86,26 @@ class Backend:
                 return _failed(400, "the connection has ended")
             except RequestRefused as error:
                 return _failed(400, str(error))
+            except (UnavailableError, OverloadedError) as error:
+                return _failed(503, self._text(error))
             except KestrelError as error:
-                return _failed(_status(error), failure_text(error, self._server, self._timeout_s))
+                is_late = isinstance(error, DeadlineExceededError)
+                return _failed(504 if is_late else 400, self._text(error))
 
         return endpoint
+
+    def _text(self, error: KestrelError) -> str:
+        return failure_text(error, self._server, self._timeout_s)
 
     def _knows(self, header: str) -> bool:
         if self._token is None:
             return True
         scheme, _, given = header.partition(" ")
-        secret = given.strip().encode("latin-1")  # The bytes that were sent.
-        if scheme.lower() == "basic":
-            try:
-                secret = base64.b64decode(secret, validate=True).partition(b":")[2]
-            except (binascii.Error, ValueError):
-                return False
-        elif scheme.lower() not in ("bearer", "token"):
+        try:
+            secret = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        except ValueError:
             return False
-        return hmac.compare_digest(secret, self._token)
+        return scheme.lower() == "basic" and hmac.compare_digest(secret, self._token)
 
 
 async def _read(request: Request) -> dict[str, Any]:
@@ -124,10 +119,9 @@ async def _read(request: Request) -> dict[str, Any]:
                     raise RequestRefused(
                         f"the request has more bytes than the limit of {MAX_BODY_BYTES}; send fewer tasks"
                     )
+        body = json.loads(data or b"{}")  # GET has no body.
     except TimeoutError:
         raise RequestRefused(f"the request did not arrive within {BODY_S:g} s") from None
-    try:
-        body = json.loads(data or b"{}")  # GET has no body.
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -140,38 +134,19 @@ async def _while_connected(
 ) -> dict[str, Any]:
     """Computes an answer until the caller goes away: Label Studio does after its own limit of time, and what it asked
     would hold up what it asks next. Raises ClientDisconnect."""
-    answering, leaving = asyncio.create_task(answer), asyncio.create_task(_left(request))
+    answering, leaving = asyncio.create_task(answer), asyncio.create_task(request.receive())
+    leaving.add_done_callback(lambda _: answering.cancel())
     try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            raise ClientDisconnect
-        return answering.result()
+        return await answering
+    except asyncio.CancelledError:
+        raise ClientDisconnect from None
     finally:
-        answering.cancel()
         leaving.cancel()
-        await asyncio.wait((answering, leaving))
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _health(_: Request) -> Response:
     return JSONResponse({"status": "UP", "model_class": "Kestrel"})
 
 
-def _status(error: KestrelError) -> int:
-    match error:
-        case UnavailableError() | OverloadedError():
-            return 503
-        case DeadlineExceededError():
-            return 504
-        case InvalidArgumentError() | InvalidRequestError():
-            return 400
-    return 502
-
-
-def _failed(status: int, message: str, *, challenge: bool = False) -> Response:
-    headers = {"www-authenticate": 'Basic realm="kestrel"'} if challenge else None
-    return JSONResponse({"error": message}, status, headers)
+def _failed(status: int, message: str) -> Response:
+    return JSONResponse({"error": message}, status)

@@ -22,17 +22,17 @@ from .images import TaskImages
 from .labelling import Control, RequestRefused
 
 MOST_TASKS = 256
+_AT_ONCE = 4
+"""Tasks that are computed at the same time, over all requests."""
 _POINT_WIDTH = 0.75
 """Of a key point as Label Studio draws it, in per cent of the image's width."""
 _TASKS = {"rectanglelabels": DetectTask, "keypointlabels": PointTask, "polygonlabels": SegmentTask}
 
 
 class Predictor:
-    """``concurrency``: limit on the tasks that are computed at the same time, over all requests."""
-
-    def __init__(self, client: AsyncKestrelClient, images: TaskImages, concurrency: int) -> None:
+    def __init__(self, client: AsyncKestrelClient, images: TaskImages) -> None:
         self._client, self._images = client, images
-        self._places = asyncio.Semaphore(concurrency)
+        self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def version(self) -> str:
         """The name of the served model, with the beginning of its weights' fingerprint. Raises KestrelError."""

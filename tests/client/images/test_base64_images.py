@@ -39,7 +39,7 @@ def test_base64(form: str):
 
 @pytest.mark.parametrize("head", URLS.values(), ids=URLS)
 async def test_data_urls_here_and_for_agents_and_label_studio(head: str):
-    tasks = TaskImages((), None, None, allow_data=True)
+    tasks = TaskImages((), None, None)
     for form in FORMS.values():
         assert decoded_image(head + form) == DATA
         assert _source(head + form, None) == DATA
