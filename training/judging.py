@@ -23,7 +23,7 @@ from kestrel_client.commands.evaluation.records import Record
 from kestrel_client.commands.evaluation.sets.drawn import read_truth
 from kestrel_engine import InCrops, InferenceEngine, RuntimeConfig
 from training.domains.picture import Ask, Box, Picture, Point
-from training.held_out import ASKS, BARS, held_out, request_of
+from training.held_out import ASKS, BARS, held_out, held_out_more, request_of
 from training.kestrel_small import export
 from training.learning import checkpoints
 from training.mixture import DOMAINS
@@ -201,7 +201,7 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("model", type=Path, help="checkpoint pieces, or a model that the engine loads")
     p.add_argument("out", type=Path, help="folder for figures.json, answers.txt and gallery.png")
-    p.add_argument("--each", type=int, default=24, help="pictures of a domain")
+    p.add_argument("--each", type=int, default=20, help="pictures of a domain")
     p.add_argument("--domains", nargs="+", default=list(DOMAINS))
     p.add_argument("--device", default="cpu")
     given = p.parse_args()
@@ -212,7 +212,9 @@ def main() -> None:
             folder = Path(made)
             export(checkpoints.load_quantised(given.model)["model"], folder)
         config = engine_config(folder, given.device)
-        judged = asyncio.run(judge(config, held_out(given.each, given.domains), brief=True))
+        examples = held_out(given.each, given.domains)
+        examples += held_out_more(examples)
+        judged = asyncio.run(judge(config, examples, brief=True))
     figures = figures_of(judged)
     print(table(figures), flush=True)
     (given.out / "figures.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")

@@ -20,7 +20,7 @@ from kestrel_grpc.cli.program import main
 from training.camera import compress
 from training.crops import crops, spoil
 from training.domains.picture import Ask, Mark, Picture
-from training.held_out import held_out, write_labels
+from training.held_out import held_out, held_out_more, write_labels
 from training.judging import engine_config, gallery, judge, score
 from training.kestrel_small import CONFIG, TOKENIZER_FILE, export
 from training.learning import checkpoints
@@ -251,6 +251,15 @@ def test_the_checkpoint_answers_a_built_in_set_of_eval(tmp_path: Path) -> None:
     )
     report = json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
     assert report["images"] == 4 and report["whole"]["values"]["mean score"] > 0.6
+
+
+def test_further_pictures_ask_for_few_kinds(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
+    monkeypatch.setattr("training.held_out.MORE", {"shapes": (("shapes count", "absent"), 4)})
+    examples = held_out(2, ["shapes", "text"])
+    few = sum(any(ask.kind == "shapes count" for ask in p.asks) for _, p in examples)
+    more = held_out_more(examples)
+    assert len(more) == 4 - few > 0 and not held_out_more(examples[2:])
+    assert all({ask.kind for ask in p.asks} <= {"shapes count", "absent"} for _, p in more)
 
 
 @pytest.mark.slow
