@@ -6,12 +6,11 @@ The frames are those of a fixed camera or a screen: some equal the frame before,
 --changed-tiles tiles have changed, and with them the overview. So many frames have changed that 90 % of all crops of
 the stream are equal to those of the frame before. Frames come as pixels, with --in-flight frames at a time.
 
-The tasks are Detect with one object at most, through StreamFrames of a server in this process with the client in
-another, and Embed of the engine. "none": every frame is new, so nothing can be reused. "whole": the stream above, with
-the default settings, which reuse the results or the embeddings of equal frames. "crops": equal crops too
-(--crop-cache-bytes). "vision ms", "prefill ms" and "decode ms" are the device's work divided by the number of frames,
-"new ms" and "same ms" the median times of a frame that changed and of one that did not, from its arrival at the server
-or the engine to its answer.
+The task is Detect with one object at most, through StreamFrames of a server in this process with the client in
+another. "none": every frame is new, so nothing can be reused. "whole": the stream above, with the default settings,
+which reuse the results of equal frames. "crops": equal crops too (--crop-cache-bytes). "vision ms", "prefill ms" and
+"decode ms" are the device's work divided by the number of frames, "new ms" and "same ms" the median times of a frame
+that changed and of one that did not, from its arrival at the server to its answer.
 """
 
 from __future__ import annotations
@@ -141,48 +140,12 @@ def _client(pipe: Connection, address: str) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
 
 
-@contextlib.asynccontextmanager
-async def embedding(
-    opened: Opened, config: RuntimeConfig, times: DeviceTimes
-) -> AsyncIterator[Watch]:
-    """An engine on the loaded model."""
-    async with engine_of(opened, config, times) as engine:
-
-        async def watch(stream: FrameStream, in_flight: int) -> Watched:
-            given = stream.frames()
-            began = 0.0
-            took: list[tuple[bool, float]] = []
-            left = iter(enumerate(given))
-            encoded = 0
-
-            async def work() -> None:
-                nonlocal began, encoded
-                for index, frame in left:
-                    accepted = time.perf_counter()
-                    result = await engine.embed(await engine.prepare_image(frame))
-                    if index == 0:
-                        began = time.perf_counter()
-                        continue
-                    count = result.metrics.encoded_crops
-                    encoded += count
-                    took.append((bool(count), 1e3 * (time.perf_counter() - accepted)))
-
-            await asyncio.gather(*(work() for _ in range(in_flight)))
-            return Watched(time.perf_counter() - began, encoded, took)
-
-        yield watch
-
-
 def engine_of(opened: Opened, config: RuntimeConfig, times: DeviceTimes) -> InferenceEngine:
     built = replace(opened.built, runtime=KeptRuntime(opened.built.runtime))
     return InferenceEngine(config, built, observer=times)
 
 
-TASKS = {"detect": detecting, "embed": embedding}
-
-
-async def measure(skill: str, opened: Opened, args: argparse.Namespace, report: Report) -> None:
-    """Adds a table of one skill."""
+async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> None:
     count = args.frames
     vision = opened.built.model.vision
     size = args.size or camera_size(vision)
@@ -197,7 +160,7 @@ async def measure(skill: str, opened: Opened, args: argparse.Namespace, report: 
         # The sides take turns, and the least times count, because other programs change these least.
         for name, (config, wanted) in sides.items():
             times = DeviceTimes()
-            async with TASKS[skill](opened, config, times) as watch:
+            async with detecting(opened, config, times) as watch:
                 for in_flight in args.in_flight:
                     # Other frames each time, because the engine knows the earlier ones.
                     seed = number * MOST_IN_FLIGHT + in_flight
@@ -211,7 +174,7 @@ async def measure(skill: str, opened: Opened, args: argparse.Namespace, report: 
                     )
                     found.setdefault((name, in_flight), []).append((watched, spent))
     title = (
-        f"{skill}, frames of {size[0]}x{size[1]} with {stream.num_crops} crops, "
+        f"detect, frames of {size[0]}x{size[1]} with {stream.num_crops} crops, "
         f"tiles that change: {args.changed_tiles}"
     )
     for in_flight in args.in_flight:
@@ -235,7 +198,7 @@ async def measure(skill: str, opened: Opened, args: argparse.Namespace, report: 
                     "same ms": best.median_ms(computed=False),
                 },
             )
-        what = f"{skill}, {in_flight} in flight: crops against none"
+        what = f"detect, {in_flight} in flight: crops against none"
         report.bar(what, rates["crops"] / rates["none"], 4, at_least=True)
 
 
@@ -252,7 +215,6 @@ PROGRAM = Program(
     Flag("--size", None, "WIDTHxHEIGHT [a camera's with most tiles]", type=_size),
     Flag("--changed-tiles", 1, "tiles that change"),
     Flag("--in-flight", (1, 2), "frames at a time"),
-    Flag("--skills", tuple(TASKS), "tasks to measure", choices=TASKS),
     others=MODEL_FLAGS,
 )
 
@@ -262,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = model_arguments(model_flags, quick=args.quick)
         opened = open_model(replace(config, crop_cache_bytes=CACHE_BYTES))
         with server_gc():
-            for skill in args.skills:
-                asyncio.run(measure(skill, opened, args, report))
+            asyncio.run(measure(opened, args, report))
         opened.built.runtime.close()
 
 

@@ -32,9 +32,9 @@ TOKENS = (3, 30)
 """Tokens of an answer in the runs of the trace."""
 IN_FLIGHT_S = {64: 7.0, 16: 5.0, 4: 4.0, 1: 4.0}
 """The requests in flight in the runs of the trace, and the seconds after which no question is asked."""
-PARTS = ("trace", "decode", "one_request", "boxes", "prefill", "vision", "saturate", "quality")
+PARTS = ("trace", "decode", "boxes", "prefill", "vision", "saturate", "quality")
 """The parts of a model, in this order. Both models have the same vision tower, so only the first one's is measured."""
-FP8_PARTS = ("trace", "decode", "one_request", "boxes", "quality")
+FP8_PARTS = ("trace", "decode", "boxes", "quality")
 FP8_FLAGS = ("--precision", "fp8")
 if TYPE_CHECKING:
     from .models.opening import Measure
@@ -163,11 +163,10 @@ def measure_model(args: argparse.Namespace) -> bool:
 def programs() -> dict[str, tuple[Program, Measure]]:
     """Returns the program and the function that measures each part."""
     from . import boxes, decode, trace
-    from .diagnostics import one_request
     from .gpu import prefill, quality, vision
 
-    alike = {"trace": trace, "saturate": trace, "decode": decode, "one_request": one_request}
-    alike |= {"boxes": boxes, "prefill": prefill, "vision": vision}
+    alike = {"trace": trace, "saturate": trace, "decode": decode, "boxes": boxes}
+    alike |= {"prefill": prefill, "vision": vision}
     found = {part: (each.PROGRAM, each.measure) for part, each in alike.items()}
     return {**found, "quality": (quality.PROGRAM, quality.measure_drift)}
 

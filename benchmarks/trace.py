@@ -12,7 +12,6 @@ answered, or shortly after. --saturate measures long answers of as many streams 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,8 +36,6 @@ from .traffic.trace_run import (
 WARM_UP_FROM = 1_000_000
 """The images of the warm-up, which are not in the trace."""
 WARM_UP_IMAGES = 24
-PROFILE_AFTER_S = 1.5
-"""Seconds of a run after which the profiler starts."""
 RUN_FLAGS = (
     Flag("--in-flight", (64,), "callers at once", quick=lambda given: [min(n, 4) for n in given]),
     Flag(
@@ -62,13 +59,7 @@ RUN_FLAGS = (
     ),
     *TRACE_FLAGS,
 )
-PROGRAM = Program(
-    "trace",
-    __doc__,
-    *RUN_FLAGS,
-    Flag("--profile", 0.0, "seconds: after each run, run once more and profile the GPU"),
-    others=MODEL_FLAGS,
-)
+PROGRAM = Program("trace", __doc__, *RUN_FLAGS, others=MODEL_FLAGS)
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -195,33 +186,6 @@ def saturating(questions: Sequence[Question], streams: int) -> list[int]:
     return [first[i % len(first)] for i in range(streams)]
 
 
-async def profile(
-    running: RunningEngine,
-    trace: ChartTrace,
-    plan: RunPlan,
-    numbers: Sequence[int] | None,
-    seconds: float,
-    report: Report,
-    name: str,
-) -> None:
-    """Runs once more with torch's profiler, and reports the share of time in which the GPU ran kernels, by kernel."""
-    from .device.trace import record
-
-    # The profiler's first start takes seconds.
-    await asyncio.to_thread(record, 0.05)
-    if numbers is None:
-        await running.engine.flush_caches()
-    limited = replace(plan, limit_s=min(plan.limit_s, PROFILE_AFTER_S + seconds))
-    run = asyncio.create_task(run_trace(running.target, trace, limited, numbers))
-    await asyncio.sleep(PROFILE_AFTER_S)
-    seen = await asyncio.to_thread(record, seconds)
-    await run
-    for kernel, share, calls in seen.kernels:
-        row: Row = {"share": share, "calls": calls, "kernel": kernel[:90]}
-        report.add(f"{name}: kernels, by torch's profiler", row)
-    report.figure(f"{name}: GPU busy, kernel time over wall", seen.busy, "of the wall")
-
-
 async def measure(args: argparse.Namespace, opened: Opened, report: Report) -> None:
     settle(args)
     log = StepLog()
@@ -235,17 +199,10 @@ async def measure(args: argparse.Namespace, opened: Opened, report: Report) -> N
                 for in_flight in args.in_flight:
                     plan = plan_of(args, in_flight, args.saturate_tokens)
                     await measure_saturated(opened, running, log, trace, plan, report)
-                    if args.profile and opened.on_cuda:
-                        numbers = saturating(trace.questions, in_flight)
-                        name = f"{opened.name}: {in_flight} streams, engine alone"
-                        await profile(running, trace, plan, numbers, args.profile, report, name)
             for in_flight in args.in_flight:
                 for tokens in args.tokens:
                     plan = plan_of(args, in_flight, tokens)
                     await measure_trace(opened, running, log, trace, plan, report)
-                    if args.profile and opened.on_cuda:
-                        name = f"{opened.name}: {in_flight} in flight, {tokens} tokens"
-                        await profile(running, trace, plan, None, args.profile, report, name)
 
 
 def main(arguments: Sequence[str] | None = None) -> Report:

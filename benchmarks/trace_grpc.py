@@ -5,8 +5,7 @@ python -m benchmarks.trace_grpc --model moondream2 --random-weights --device cud
 
 It starts ``kestrel-grpc serve`` with the model's flags, and calls StreamRunSkill, because StreamQuery can't force the
 length of an answer. With --saturate, all streams generate long answers at once, first with the engine alone in a
-separate process (benchmarks.trace --saturate), then through gRPC; the result is tokens/s and their ratio. A separate
-run with the skill benchmarks.models.profile_skill:DeviceProfile measures with torch's profiler how busy the GPU is.
+separate process (benchmarks.trace --saturate), then through gRPC; the result is tokens/s and their ratio.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ import math
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kestrel_client import AsyncKestrelClient, Model
 from kestrel_engine import RuntimeConfig
@@ -40,12 +37,7 @@ from .traffic.grpc_clients import ClientProcesses
 from .traffic.processes import serve
 from .traffic.trace_run import RunPlan, part_summary, parts, steady, summary
 
-SKILLS = (
-    "benchmarks.models.forced_skill:ForcedQuery",
-    "benchmarks.models.profile_skill:DeviceProfile",
-)
-PROFILE_AFTER_S, PROFILE_S = 0.7, 0.6
-"""When the profile of a saturated run begins, and how long it is."""
+SKILL = "benchmarks.models.forced_skill:ForcedQuery"
 ROOT = Path(__file__).parents[1]
 PROGRAM = Program(
     "trace_grpc",
@@ -69,10 +61,8 @@ class Served:
 
 @contextmanager
 def server(flags: Sequence[str]) -> Iterator[Served]:
-    """Runs ``kestrel-grpc serve`` on a free port, with the benchmark's skills, for the duration of the context."""
-    fixed = ["--log-level", "warning", "--max-deadline", "600"]
-    for skill in SKILLS:
-        fixed += ["--skill", skill]
+    """Runs ``kestrel-grpc serve`` on a free port, with the benchmark's skill, for the duration of the context."""
+    fixed = ["--log-level", "warning", "--max-deadline", "600", "--skill", SKILL]
     with serve([*fixed, *flags]) as process:
         print(process.ready_line.strip(), flush=True)
         model = asyncio.run(_model_of(process.address))
@@ -83,35 +73,6 @@ def server(flags: Sequence[str]) -> Iterator[Served]:
 async def _model_of(address: str) -> Model:
     async with AsyncKestrelClient(address) as client:
         return await client.get_model()
-
-
-class Profile:
-    """The profiler of the server's device, which the skill DeviceProfile controls."""
-
-    def __init__(self, served: Served) -> None:
-        self._served = served
-
-    def start(self, seconds: float) -> None:
-        asyncio.run(self._ask({"seconds": seconds}))
-
-    def result(self, timeout_s: float = 60.0) -> dict[str, Any] | None:
-        """Returns the DeviceTrace as plain values; None if the server's device cannot be profiled."""
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
-            seen = asyncio.run(self._ask({}))
-            if seen["state"] == "done":
-                trace: dict[str, Any] = seen["trace"]
-                return trace
-            if seen["state"] != "watching":
-                print(f"no profile: {seen['state']}", flush=True)
-                return None
-            time.sleep(0.2)
-        print(f"no profile within {timeout_s:g} s", flush=True)
-        return None
-
-    async def _ask(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        async with AsyncKestrelClient(self._served.address) as client:
-            return (await client.run_skill("device_profile", arguments=arguments)).output
 
 
 def measure_trace(
@@ -139,11 +100,9 @@ def measure_saturated(
     report: Report,
 ) -> None:
     """``alone``: tokens/s of the engine alone."""
-    on_cuda = served.device.startswith("cuda")
     print(f"{served.model}: {plan.in_flight} streams of {plan.tokens} tokens, gRPC", flush=True)
     clients.run(replace(plan, tokens=1), numbers)
     found = steady([a.answer for a in clients.run(plan, numbers)])
-    trace, inside = watched(served, clients, numbers, plan) if on_cuda else (None, False)
     row: Row = {
         "model": served.model,
         "streams": plan.in_flight,
@@ -154,39 +113,12 @@ def measure_saturated(
         "ratio": found.tokens_s / alone if alone else math.nan,
     }
     name = f"{served.model}: {plan.in_flight} streams, gRPC"
-    if trace is not None and trace["wall_s"]:
-        row["GPU busy"] = busy = trace["busy_s"] / trace["wall_s"]
-        row["profile inside"] = str(inside)
-        for kernel, share, calls in trace["kernels"]:
-            title = "Kernels while saturated, by torch's profiler"
-            report.add(title, {"share": share, "calls": int(calls), "kernel": kernel[:90]})
     report.add("Saturated decode through gRPC", row)
     report.figure(f"{name}: tokens/s", found.tokens_s, "1/s")
-    judged = on_cuda and plan.in_flight == 64
     if alone:
+        judged = served.device.startswith("cuda") and plan.in_flight == 64
         limits = bars.GRPC_SHARE if judged else bars.NONE
         report.figure(f"{name} over the engine alone", found.tokens_s / alone, "of it", limits)
-    if "GPU busy" in row:
-        limits = bars.GPU_BUSY if judged and inside else bars.NONE
-        report.figure(f"{name}: GPU busy, kernel time over wall", busy, "of the wall", limits)
-
-
-def watched(
-    served: Served, clients: ClientProcesses, numbers: Sequence[int], plan: RunPlan
-) -> tuple[dict[str, Any] | None, bool]:
-    """Runs saturated streams with the profiler. Returns its trace, and whether all streams decoded during all of it."""
-    profile = Profile(served)
-    # The first time it takes the profiler seconds to get ready.
-    profile.start(0.05)
-    if profile.result() is None:
-        return None, False
-    clients.begin(plan, numbers)
-    time.sleep(PROFILE_AFTER_S)
-    profile.start(PROFILE_S)
-    found = steady([a.answer for a in clients.collect()])
-    trace = profile.result()
-    inside = trace is not None and found.begin <= trace["begin"] and trace["end"] <= found.end
-    return trace, inside
 
 
 def engine_alone(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import struct
 import time
 from collections.abc import AsyncIterator
@@ -38,7 +37,7 @@ class Heard:
 
 def _client(pipe: Connection) -> None:
     """Executes orders from ``pipe`` one after the other: ("streams", address, request, count) or ("calls", address,
-    request, pace). Sends a Heard for each stream, or (an answer, seconds of each call). Connections stay open."""
+    request, pace). Sends a Heard for each stream, or an answer. Connections stay open."""
 
     async def read(call: Any, request: bytes) -> Heard:
         messages, times = [], []
@@ -47,17 +46,14 @@ def _client(pipe: Connection) -> None:
             messages.append(message)
         return Heard(messages, times)
 
-    async def ask(method: Any, request: bytes, pace: Pace) -> tuple[bytes, list[float]]:
-        times: list[float] = []
+    async def ask(method: Any, request: bytes, pace: Pace) -> bytes:
         answers: list[bytes] = []
 
         async def once() -> None:
-            began = time.perf_counter()
             answers[:] = [await method(request)]
-            times.append(time.perf_counter() - began)
 
         await pace.run(once)
-        return answers[0], times
+        return answers[0]
 
     async def main() -> None:
         channels: dict[str, grpc.aio.Channel] = {}
@@ -128,24 +124,15 @@ class Callers:
             pipe.send(("streams", address, request.SerializeToString(), count))
         return [heard for pipe in self._pipes for heard in pipe.recv()]
 
-    def call(self, address: str, request: bytes, pace: Pace) -> tuple[bytes, list[float]]:
-        """Makes unary calls and returns an answer and the seconds of each call."""
+    def call(self, address: str, request: bytes, pace: Pace) -> bytes:
+        """Makes unary calls and returns an answer."""
         for pipe, count in zip(self._pipes, self._shares, strict=True):
             pipe.send(("calls", address, request, replace(pace, callers=count)))
-        answers = [pipe.recv() for pipe in self._pipes]
-        return answers[0][0], [t for _, times in answers for t in times]
+        answers: list[bytes] = [pipe.recv() for pipe in self._pipes]
+        return answers[0]
 
 
 def tokens_of(message: bytes) -> int:
     """Returns the number of tokens up to a message; 0 for a message without text."""
     event = pb.StreamCaptionResponse.FromString(message)
     return event.text_delta.output_tokens if event.HasField("text_delta") else 0
-
-
-def gaps_ms(heard: list[Heard]) -> list[float]:
-    """Returns the milliseconds between text messages of a stream, without the first and the last few."""
-    found = []
-    for each in heard:
-        times = [t for t, m in zip(each.times, each.messages, strict=True) if tokens_of(m)]
-        found += [1e3 * (b - a) for a, b in itertools.pairwise(times[5:-5])]
-    return found

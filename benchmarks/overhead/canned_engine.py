@@ -25,6 +25,7 @@ from kestrel_engine import (
     Observer,
     Request,
     RequestEvent,
+    RuntimeConfig,
     StepEvent,
     StreamUpdate,
 )
@@ -32,11 +33,13 @@ from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.steps import delivery
 from kestrel_engine.types.events import SeenImage
 from kestrel_engine.types.info import CompileCounts, MaskCounts, SchedulerStats
+from kestrel_engine.types.model_config import parse_model_config
 
-from .cpu_window import Window, WindowKeeper
+from .cpu_window import ENGINE_THREAD, Window, WindowKeeper
 
 WORDS = ("the", "red", "bars", "are", "higher", "than", "most", "blue", "ones", "here")
 MOST_TOKENS = 4096
+PAGE_SIZE = 10
 IMAGE_SIZE = (64, 64)
 _UPDATES = [(n + 1, StreamUpdate(text=f" {WORDS[n % len(WORDS)]}")) for n in range(MOST_TOKENS)]
 """All updates, by the number of earlier tokens."""
@@ -74,6 +77,31 @@ _Delivery = tuple[_Request, list[tuple[int, StreamUpdate]], EngineResult | None]
 """A request, its new updates, and its result if it has ended."""
 
 
+def canned_info(config: RuntimeConfig) -> EngineInfo:
+    """Returns what a Moondream 2 on a device that computes nothing would say of itself."""
+    model = parse_model_config({"config": {}}, family="moondream2")
+    positions = min(model.text.max_context, config.max_seq_length or model.text.max_context)
+    return EngineInfo(
+        model="canned",
+        family=model.family,
+        skills=model.skills,
+        max_context=positions,
+        image_positions=model.image_positions,
+        max_crops=model.vision.max_crops,
+        vocab_size=model.text.vocab_size,
+        num_parameters=0,
+        weights_bytes=0,
+        weights_fingerprint="",
+        device="canned",
+        dtype="none",
+        max_batch_size=config.max_batch_size,
+        num_pages=(config.max_batch_size + 1) * (positions // PAGE_SIZE + 2),
+        page_size=PAGE_SIZE,
+        max_queue=config.max_queue,
+        torch_version="",
+    )
+
+
 class CannedEngine:
     """Replaces InferenceEngine in a server. Create it on the event loop. ``streams`` requests make a full step."""
 
@@ -91,7 +119,7 @@ class CannedEngine:
         self._new: deque[_Request] = deque()
         self._closed = False
         self._kept = WindowKeeper()
-        self._thread = threading.Thread(target=self._run, name="kestrel-canned", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
 
     async def start(self, request: Request) -> EngineStream:

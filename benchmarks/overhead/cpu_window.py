@@ -1,34 +1,23 @@
-"""Measures a process's CPU time between two instants, by thread. Owns the names of the threads."""
+"""Measures a process's CPU time between two instants, and the share of the canned engine's thread."""
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-NAMES = {
-    "MainThread": "event loop",
-    "kestrel-steps": "steps",
-    "kestrel-delivery": "delivery",
-    "kestrel-canned": "fake engine",
-}
-"""The threads of a server that are reported separately. All other threads belong to gRPC and to the pool."""
-
-OTHERS = "others"
+ENGINE_THREAD = "kestrel-canned"
+WARM_UP_STEPS = 20
 
 
 @dataclass
 class Window:
-    """The time from one full step to a later one: seconds of wall time, and of CPU time by thread name."""
+    """The time from one full step to a later one: seconds of CPU time, and of the canned engine's thread in it."""
 
     steps: int
     wall_s: float
     cpu_s: float
-    by_thread: dict[str, float]
-    late_s: list[float]
-    """From the end of each step to the step thread's return: the sleep's own delay and the wait for the interpreter."""
-    host_s: list[float]
-    """From that return to the end of the next launch: the step thread's work, and its waits on the way."""
+    engine_s: float
 
 
 @dataclass
@@ -38,26 +27,23 @@ class Snapshot:
     step: int
     wall: float
     cpu: float
-    by_thread: dict[str, float] = field(default_factory=dict)
+    engine: float
 
 
-@dataclass
 class WindowKeeper:
-    """``note`` after every full step: the window runs from the ``warm_up``-th of these to the latest that ends ten.
+    """``note`` after every full step: the window runs from the ``WARM_UP_STEPS``-th to the latest that ends ten.
 
     Only one thread may call ``note``.
     """
 
-    warm_up: int = 20
-    late_s: list[float] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
-    _full: int = 0
-    _first: Snapshot | None = None
-    _last: Snapshot | None = None
+    def __init__(self) -> None:
+        self._full = 0
+        self._first: Snapshot | None = None
+        self._last: Snapshot | None = None
 
     def note(self) -> None:
         self._full += 1
-        if self._full == self.warm_up:
+        if self._full == WARM_UP_STEPS:
             self._first = snapshot(self._full)
         elif self._full % 10 == 0 and self._first is not None:
             self._last = snapshot(self._full)
@@ -71,19 +57,13 @@ class WindowKeeper:
             steps=last.step - first.step,
             wall_s=last.wall - first.wall,
             cpu_s=last.cpu - first.cpu,
-            by_thread={n: s - first.by_thread.get(n, 0.0) for n, s in last.by_thread.items()},
-            late_s=self.late_s,
-            host_s=self.host_s,
+            engine_s=last.engine - first.engine,
         )
 
 
 def snapshot(step: int = 0) -> Snapshot:
-    by_thread: dict[str, float] = {}
+    engine = 0.0
     for thread in threading.enumerate():
-        name = NAMES.get(thread.name)
-        if name is not None and thread.ident is not None and thread.is_alive():
-            clock = time.pthread_getcpuclockid(thread.ident)
-            by_thread[name] = by_thread.get(name, 0.0) + time.clock_gettime(clock)
-    cpu = time.process_time()
-    by_thread[OTHERS] = cpu - sum(by_thread.values())
-    return Snapshot(step, time.perf_counter(), cpu, by_thread)
+        if thread.name == ENGINE_THREAD and thread.ident is not None and thread.is_alive():
+            engine += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return Snapshot(step, time.perf_counter(), time.process_time(), engine)

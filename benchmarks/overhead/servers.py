@@ -1,8 +1,7 @@
-"""The measured processes of through_grpc.py, except its echo: a server with a real or a canned engine, and the
-engine alone.
+"""The measured server of through_grpc.py: a real server around a canned engine.
 
-Each runs in a separate process with one end of a pipe. It sends its address, if it has one, replies to "window" with a
-Window and to "cpu" with a Snapshot, and ends when it receives None.
+It runs in a separate process with one end of a pipe. It sends its address, replies to "window" with a Window and to
+"cpu" with a Snapshot, and ends when it receives None.
 """
 
 from __future__ import annotations
@@ -27,43 +26,19 @@ from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 
-from ..traffic.random_images import jpeg
-from .canned_engine import CannedEngine
+from .canned_engine import CannedEngine, canned_info
 from .cpu_window import snapshot
-from .paced_device import paced_build
 
 _NUM_DECODERS = max(2, (os.cpu_count() or 1) - 2)
 
 
 @dataclass(frozen=True)
 class Load:
-    """``streams`` callers read ``tokens`` tokens each. The device needs ``step_s`` a step, and staging
-    ``staging_s``."""
+    """``streams`` callers read ``tokens`` tokens each. The device needs ``step_s`` a step."""
 
     streams: int
     tokens: int
     step_s: float
-    staging_s: float
-
-
-def run_server(pipe: Connection, load: Load) -> None:
-    async def main() -> None:
-        config = _config(load)
-        built = paced_build(config, step_s=load.step_s, staging_s=load.staging_s)
-
-        async def load_engine() -> InferenceEngine:
-            return InferenceEngine(config, built, observer=server.telemetry)
-
-        server = KestrelServer(ServerConfig(listen=("127.0.0.1:0",)), config, load_engine)
-        await server.start()
-        await server.load()
-        gc.freeze()
-        pipe.send(server.addresses[0])
-        await _answer(pipe, built.runtime)
-        await server.stop(grace_s=0)
-
-    _set_up_interpreter()
-    asyncio.run(main())
 
 
 def run_canned(pipe: Connection, load: Load, watched: bool, http: bool = False) -> None:
@@ -73,13 +48,15 @@ def run_canned(pipe: Connection, load: Load, watched: bool, http: bool = False) 
 
     async def main(folder: str) -> None:
         config = _config(load)
-        info = paced_build(config, step_s=load.step_s, staging_s=0.0).info
         engine: CannedEngine | None = None
 
         async def load_engine() -> InferenceEngine:
             nonlocal engine
             engine = CannedEngine(
-                info, step_s=load.step_s, streams=load.streams, observer=server.telemetry
+                canned_info(config),
+                step_s=load.step_s,
+                streams=load.streams,
+                observer=server.telemetry,
             )
             return cast(InferenceEngine, engine)
 
@@ -141,50 +118,6 @@ class Pace:
         await asyncio.gather(*(repeat(delay) for delay in delays))
 
 
-def run_asked(pipe: Connection, load: Load, pace: Pace) -> None:
-    """Runs the engine without gRPC, calls it at a pace, and sends the CPU time of all calls."""
-
-    async def main() -> None:
-        config = _config(load)
-        built = paced_build(config, step_s=load.step_s, staging_s=load.staging_s)
-        async with InferenceEngine(config, built) as engine:
-            gc.freeze()
-
-            async def call() -> None:
-                await engine.query(question=QUESTION, settings={"max_tokens": 1})
-
-            await Pace(pace.callers, 2, 0.01).run(call)
-            before = time.process_time()
-            await pace.run(call)
-            pipe.send(time.process_time() - before)
-
-    _set_up_interpreter()
-    asyncio.run(main())
-    pipe.recv()
-
-
-def run_alone(pipe: Connection, load: Load) -> None:
-    """Runs the engine without gRPC, and reads its streams on its event loop."""
-
-    async def read(engine: InferenceEngine, image: bytes) -> None:
-        settings = {"max_tokens": load.tokens}
-        async with await engine.submit("caption", image, {}, settings) as stream:
-            async for _ in stream:
-                pass
-
-    async def main() -> None:
-        config = _config(load)
-        built = paced_build(config, step_s=load.step_s, staging_s=load.staging_s)
-        async with InferenceEngine(config, built) as engine:
-            gc.freeze()
-            image = jpeg(1, 64, 64)
-            await asyncio.gather(*(read(engine, image) for _ in range(load.streams)))
-            await _answer(pipe, built.runtime)
-
-    _set_up_interpreter()
-    asyncio.run(main())
-
-
 def _config(load: Load) -> RuntimeConfig:
     return RuntimeConfig(
         max_batch_size=load.streams, max_seq_length=2048, preprocess_threads=_NUM_DECODERS
@@ -197,7 +130,7 @@ def _set_up_interpreter() -> None:
 
 
 async def _answer(pipe: Connection, source: Any) -> None:
-    """Replies to requests from ``pipe`` until None arrives. ``source``: the device, which provides the window."""
+    """Replies to requests from ``pipe`` until None arrives. ``source`` provides the window."""
     while (asked := await asyncio.to_thread(pipe.recv)) is not None:
         if asked == "window":
             pipe.send(source.window())

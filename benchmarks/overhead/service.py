@@ -23,7 +23,7 @@ from ..reports.report import Report, Row
 from ..traffic.processes import ChildProcess
 from ..traffic.random_images import jpeg
 from .callers import Callers, tokens_of
-from .cpu_window import NAMES, Snapshot
+from .cpu_window import Snapshot
 from .echo_server import STREAM, UNARY, run_echo
 from .servers import QUESTION, Load, Pace, run_canned
 
@@ -34,7 +34,6 @@ SERVERS = {"as it is": (False, False), ROUTES: (False, True), "watched": (True, 
 MOST_OF_ROUTES = 1.03
 """Limit on the CPU time with all routes, of the time without them."""
 ECHO, HEADERS_ECHO = "echo", "echo, headers too"
-_ENGINE = NAMES["kestrel-canned"]
 
 
 @dataclass
@@ -94,7 +93,7 @@ def measure_streams(
             return 1e6 * float(side.ask("streamed")) / (load.tokens * load.streams), 0.0
         window = side.ask("window")
         per_token = 1e6 / (window.steps * load.streams)
-        return per_token * window.cpu_s, per_token * window.by_thread[_ENGINE]
+        return per_token * window.cpu_s, per_token * window.engine_s
 
     with Callers(load.streams) as callers, _Processes() as processes:
         sides = [processes.add(name, run_canned, load, *on) for name, on in servers.items()]
@@ -124,7 +123,7 @@ def measure_wires(report: Report, load: Load, rounds: int) -> None:
                     each.times[0] for each in heard
                 )
                 window = side.ask("window")
-                own = window.cpu_s - window.by_thread[_ENGINE]
+                own = window.cpu_s - window.engine_s
                 if number:  # The first round warms up.
                     rates[name].append(load.tokens * load.streams / seconds)
                     costs[name].append(1e6 * own / (window.steps * load.streams))
@@ -159,7 +158,7 @@ def measure_unary(
             if image is not None:
                 request.images.add(encoded=image)
             data = request.SerializeToString()
-            answers = [callers.call(side.grpc, data, few)[0] for side in served]
+            answers = [callers.call(side.grpc, data, few) for side in served]
             echo = (run_echo, UNARY, answers[:1], num)
             echoes = [
                 processes.add(ECHO, *echo, load.step_s),
@@ -223,5 +222,4 @@ def _asked(side: _Side, callers: Callers, request: bytes, pace: Pace) -> tuple[f
     callers.call(side.grpc, request, pace)
     after: Snapshot = side.ask("cpu")
     per_call = 1e6 / (pace.calls * pace.callers)
-    engine = after.by_thread.get(_ENGINE, 0.0) - before.by_thread.get(_ENGINE, 0.0)
-    return per_call * (after.cpu - before.cpu), per_call * engine
+    return per_call * (after.cpu - before.cpu), per_call * (after.engine - before.engine)

@@ -85,9 +85,6 @@ PREFILL_TFLOPS = {("moondream2", 16): Limits(560, 640)}
 MOE_TFLOPS = Limits(450, 700)
 """MoE layers of Moondream 3 in the prefix prefill of 16 images; the goal is for FP8 arithmetic."""
 
-GPU_BUSY = Limits(0.90, 0.97)
-"""Kernel time over wall, saturated decode of 64 streams through gRPC."""
-
 GRPC_SHARE = Limits(0.90, 0.95)
 """Tokens/s through gRPC over those of the engine alone, 64 streams."""
 

@@ -9,7 +9,7 @@ requests/s while all callers wait ("busy"), and of those of the whole run if it 
 front, own, ring.
 
 --at measures servers that run already, such as those of a cluster, instead of workers. Then --front is the address of
-the front before them. They need the skills of SKILLS in trace_grpc.py, and a max-deadline of 600 s.
+the front before them. They need the SKILL of trace_grpc.py, and a max-deadline of 600 s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..models.opening import MODEL_FLAGS, QUICK, model_arguments, server_flags
 from ..reports.program import Flag, Program
 from ..reports.report import Report, Row
 from ..trace import RUN_FLAGS, settle
-from ..trace_grpc import SKILLS, trace_with_warm_up
+from ..trace_grpc import SKILL, trace_with_warm_up
 from ..traffic.chart_trace import ChartTrace
 from ..traffic.grpc_clients import ClientProcesses, Target
 from ..traffic.processes import START_PATIENCE_S, ServerProcess, serve
@@ -117,9 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
             args.ways += ["front"] if args.front else []
         config = model_arguments(of_model, quick=args.quick)
         flags = server_flags([*(QUICK if args.quick else ()), *of_model], config)
-        flags += ["--workers", str(args.workers)]
-        for skill in SKILLS:
-            flags += ["--skill", skill]
+        flags += ["--workers", str(args.workers), "--skill", SKILL]
         trace, warm_up = trace_with_warm_up(args, config)
         many = args.workers
 

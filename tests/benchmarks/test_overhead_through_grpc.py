@@ -8,12 +8,12 @@ from benchmarks.overhead import through_grpc
 
 
 @pytest.mark.slow
-def test_it_tells_service_engine_and_echo_apart(tmp_path):
+def test_it_tells_service_and_echo_apart(tmp_path):
     path = tmp_path / "report.json"
     through_grpc.main(["--quick", "--json", str(path)])
     report = json.loads(path.read_text())
-    streams, wires, *left = report["tables"].values()
-    calls, engine = left[:4], left[4:]
+    streams, wires, *calls = report["tables"].values()
+    assert len(calls) == 4
     assert [row["of"] for row in wires] == ["gRPC", "Connect"]
     assert all(row["us of CPU"] > 0 < row["tokens/s"] for row in wires)
     for rows in (streams, *calls):
@@ -29,11 +29,5 @@ def test_it_tells_service_engine_and_echo_apart(tmp_path):
         same = others[0] if others else echo
         own = server["us of CPU"] - server["its engine"]
         assert server["headers too"] == pytest.approx(own - same["us of CPU"])
-    rates, (tokens,), unary = engine
-    assert [row["setting"] for row in rates] == ["engine alone", "as it is"]
-    # A message a token, one for the beginning and one for the end, less what came together.
-    assert 0 < rates[1]["messages/token"] <= 62 / 60
-    assert tokens["server"] > 0 and tokens["echo"] > 0
-    assert [row["of"] for row in unary] == ["engine alone", "server", "echo"]
     limits = [bar["limit"] for bar in report["bars"]]
-    assert limits == [15.0, 0.9, *4 * [150.0], 15.0, 0.9, 150.0]
+    assert limits == [15.0, 0.9, *4 * [150.0]]

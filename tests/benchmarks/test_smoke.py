@@ -61,10 +61,10 @@ def test_boxes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_frames(tmp_path: Path) -> None:
-    tables = run(frames, tmp_path, "--device", "cpu", "--in-flight", "1")["tables"]
-    assert len(tables) == 2
-    for none, whole, crops in tables.values():
-        assert none["crops encoded"] > whole["crops encoded"] > crops["crops encoded"] > 0
+    ((none, whole, crops),) = run(frames, tmp_path, "--device", "cpu", "--in-flight", "1")[
+        "tables"
+    ].values()
+    assert none["crops encoded"] > whole["crops encoded"] > crops["crops encoded"] > 0
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks import compare, decode, gpu_suite, trace, trace_grpc
-from benchmarks.diagnostics import figures_table
 from benchmarks.gpu import floors, prefill, quality, vision
 from benchmarks.reports.report import Report
 
@@ -149,8 +148,7 @@ def test_suite_goes_on_after_a_part_that_fails(tmp_path: Path, capfd) -> None:
     assert "y exceeded its time limit" in capfd.readouterr().out
 
 
-BENCHMARKS = [compare, decode, figures_table, floors, gpu_suite]
-BENCHMARKS += [prefill, quality, trace, trace_grpc, vision]
+BENCHMARKS = [compare, decode, floors, gpu_suite, prefill, quality, trace, trace_grpc, vision]
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)

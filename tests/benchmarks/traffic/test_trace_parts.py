@@ -1,6 +1,5 @@
 """The arithmetic behind the trace's figures: steady rates, device time, phases, work that can't be avoided."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -8,13 +7,10 @@ import pytest
 import torch
 
 from benchmarks.device.model_work import decoder_bytes, moe_flop, prefix_flop, vision_flop
-from benchmarks.device.trace import summarised
-from benchmarks.models.profile_skill import DeviceProfile
 from benchmarks.traffic.callers import Answer
 from benchmarks.traffic.step_log import StepLog
 from benchmarks.traffic.trace_run import Exchange, busy_rate, steady
 from kestrel_engine import SchedulerStats, StepEvent
-from kestrel_engine.errors import InvalidRequest
 from kestrel_engine.models.moondream import Moondream
 from kestrel_engine.types.model_config import Family, parse_model_config
 from tests.engine.models.small import random_tensors, small_config
@@ -44,20 +40,6 @@ def test_the_rate_while_all_callers_wait():
     asked = [Exchange(False, end - 1, end, answer([(end, 1)])) for end in reversed(ends)]
     assert busy_rate(asked, 2) == pytest.approx(4 / (3.5 - 1.5))
     assert math.isnan(busy_rate(asked, 3))
-
-
-def test_kernels_that_overlap_count_once_and_copies_not_at_all():
-    found = [("a", 0, 1000), ("b", 500, 2000), ("Memcpy HtoD", 2000, 3000), ("a", 3000, 4000)]
-    trace = summarised(found, 1.0, 2.0)
-    assert trace.busy_s == pytest.approx(3e-6)
-    assert trace.wall_s == pytest.approx(4e-6)
-    assert trace.busy == pytest.approx(0.75)
-    assert [(name, calls) for name, _, calls in trace.kernels] == [("a", 2), ("b", 1)]
-    assert sum(share for _, share, _ in trace.kernels) == pytest.approx(1)
-
-
-def test_a_trace_without_kernels_is_not_busy():
-    assert summarised([], 1.0, 2.0).wall_s == 0
 
 
 def test_phases_of_the_steps_of_a_stretch():
@@ -98,18 +80,6 @@ def test_operations_of_the_released_models():
     assert prefix_flop(two, 16) == pytest.approx(16 * (2 * 730 * weights + attention))
     assert moe_flop(three, 1) == 2 * 8 * 3 * 2048 * 1024 + 2 * 2048 * 64
     assert prefix_flop(three, 1) > prefix_flop(two, 1)
-
-
-@pytest.mark.parametrize("seconds", [0, -1, 11, "long"])
-def test_a_profile_of_a_wrong_length_is_refused(seconds):
-    with pytest.raises(InvalidRequest, match="seconds"):
-        DeviceProfile().build({"seconds": seconds}, {}, None)
-
-
-def test_a_trace_crosses_the_wire_as_plain_values():
-    from dataclasses import asdict
-
-    json.dumps(asdict(summarised([("a", 0, 10)], 1.0, 2.0)))
 
 
 @pytest.mark.parametrize("family", ["moondream2", "moondream3"])
