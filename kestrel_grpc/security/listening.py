@@ -35,7 +35,7 @@ def check_exposure(addresses: tuple[str, ...], security: SecurityConfig) -> None
 def check_files_and_addresses(
     security: SecurityConfig, addresses: tuple[str, ...], metrics: str | None
 ) -> None:
-    """Reads the files of tokens, certificates and revocation lists as a starting server does. ``metrics`` is the
+    """Reads the files of tokens and certificates as a starting server does. ``metrics`` is the
     address for scrapers. Opens no port. Raises TokenFileError, AddressError, TlsError."""
     from .identity.callers import Callers
     from .identity.tls import server_credentials

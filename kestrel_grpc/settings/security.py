@@ -66,15 +66,6 @@ class TlsFiles:
         metavar="FILE",
         shown="clients need no certificate",
     )
-    client_crl: str | None = SECURITY.setting(
-        None,
-        "certificates that these authorities have revoked (PEM); the server reads the file again when it changes; "
-        "needs the extra crl",
-        flag="--tls-client-crl",
-        metavar="FILE",
-        shown="none",
-    )
-    """The file may also hold revocation lists of ``metrics_client_ca``'s authorities (revocation.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,11 +267,6 @@ _TLS_FLAGS = ("--tls-cert", "--tls-key", "--tls-client-ca", "--metrics-tls")
 
 def _tls(args: argparse.Namespace) -> TlsFiles | None:
     asks_scrapers = args.metrics_tls not in ON_OFF
-    if args.tls_client_crl is not None and args.tls_client_ca is None and not asks_scrapers:
-        name = name_of(args, "--tls-client-crl")
-        raise SettingsError(
-            f"{name} needs --tls-client-ca or a file of --metrics-tls, whose certificates it revokes"
-        )
     flags = [flag for flag in _TLS_FLAGS[:3] if getattr(args, dest_of(flag))]
     flags += _TLS_FLAGS[3:] if asks_scrapers else ()
     if not flags:

@@ -190,8 +190,6 @@ def check_security(security: SecurityConfig) -> Iterator[Finding]:
         yield Finding(
             "callers", "fail", str(error), "'kestrel-grpc token' writes lines of the file"
         )
-    except TlsError as error:
-        yield Finding("callers", "fail", str(error), "docs/run/service.md, Revoked certificates")
     else:
         yield Finding("callers", "ok", "callers need a token or a certificate")
     for exposure in exposures(security):

@@ -23,7 +23,6 @@ from ...security.admission.admission import MessageTooLarge, RateExceeded, TooMa
 from ...security.admission.budgets import BudgetExceeded
 from ...security.admission.message_room import MessagesFull
 from ...security.identity.principal import (
-    CertificateRevoked,
     CredentialsInvalid,
     CredentialsMissing,
     NotAuthenticated,
@@ -115,7 +114,6 @@ TABLE: dict[type[Exception], _Row] = {
     NotServed: _Row(_Code.UNIMPLEMENTED, "NOT_SERVED"),
     CredentialsMissing: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_MISSING"),
     CredentialsInvalid: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
-    CertificateRevoked: _Row(_Code.UNAUTHENTICATED, "CERTIFICATE_REVOKED"),
     NotAuthenticated: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
     ScopeMissing: _Row(_Code.PERMISSION_DENIED, "SCOPE_MISSING"),
     engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),

@@ -120,8 +120,6 @@ class Guard:
         """Checks that a caller of the model's port may read the metrics. Raises NotAuthenticated, ScopeMissing."""
         if not self.security.is_open("metrics"):
             self.principal(metadata, context).check(Scope.METRICS, Scope.ADMIN)
-        elif self._callers.asks_certificate:
-            self._callers.check_revoked(context.auth_context())
 
     def admit(self, principal: Principal, method: str, peer: str) -> AbstractContextManager[Hold]:
         """A context manager around a call of kestrel.v1, which gives the memory of the call's messages. It counts for
@@ -154,11 +152,9 @@ class Guard:
         is_open = (method.startswith(HEALTH_METHODS) and self.security.is_open("health")) or (
             method.startswith(REFLECTION_METHODS) and self.security.is_open("reflection")
         )
-        if self._callers.asks_certificate:
-            connection = context.auth_context()
-            self._callers.check_revoked(connection)
+        if is_open or self._callers.asks_certificate:
             return ANONYMOUS
-        return ANONYMOUS if is_open else self._callers.of(metadata, {})
+        return self._callers.of(metadata, {})
 
     @contextlib.contextmanager
     def admit_visit(self, principal: Principal, peer: str, *, stream: bool) -> Iterator[Hold]:

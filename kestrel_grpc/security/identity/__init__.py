@@ -1,1 +1,1 @@
-"""Who calls: TLS identities, revoked certificates, tokens, and the principal that they stand for."""
+"""Who calls: TLS identities, tokens, and the principal that they stand for."""

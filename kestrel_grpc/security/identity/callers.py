@@ -18,14 +18,11 @@ from .principal import (
     Principal,
     Scope,
 )
-from .revocation import RevocationLists
 from .tokens import Credentials, TokenFileError, add_api_key, read_credentials
 
 logger = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
-CERTIFICATE, CHAIN = "x509_pem_cert", "x509_pem_cert_chain"
-"""gRPC's names for the peer's certificate and for the chain between it and its authority, both PEM."""
 _CHECK_EVERY_S = 1.0
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -36,8 +33,7 @@ class Callers:
     """The callers of one port, for one event loop. A call checks the file of tokens, at most once a second."""
 
     def __init__(self, security: SecurityConfig, client_ca: str | None = None) -> None:
-        """``client_ca``: this port's authorities; None if clients need no certificate. Raises TokenFileError,
-        TlsError."""
+        """``client_ca``: this port's authorities; None if clients need no certificate. Raises TokenFileError."""
         self._security = security
         path = security.auth_tokens
         self._watched = WatchedFiles([path] if path else [], interval_s=_CHECK_EVERY_S)
@@ -46,15 +42,12 @@ class Callers:
         self.asks_certificate = client_ca is not None
         self.asks = security.has_tokens or self.asks_certificate
         """Whether callers need credentials."""
-        self.revocation = _revocation(security) if self.asks_certificate else None
-        """None if certificates are not checked for revocation."""
 
     def of(self, metadata: Metadata, connection: AuthContext) -> Principal:
-        """The principal of a call. Raises CredentialsMissing, CredentialsInvalid, CertificateRevoked."""
+        """The principal of a call. Raises CredentialsMissing, CredentialsInvalid."""
         if not self.asks:
             return ANONYMOUS
         self._renew()
-        self.check_revoked(connection)
         token = _bearer(metadata)
         if token is not None and self._security.has_tokens:
             principal = self._credentials.of_token(token)
@@ -67,12 +60,6 @@ class Callers:
                 "the call needs a token: metadata 'authorization: Bearer TOKEN'"
             )
         return self._find_identity(identity)
-
-    def check_revoked(self, connection: AuthContext) -> None:
-        """Checks the certificates of a connection, also if the call has a token. Raises CertificateRevoked."""
-        if self.revocation is not None:
-            shown = [pem for key in (CERTIFICATE, CHAIN) for pem in connection.get(key, ())]
-            self.revocation.check(shown)
 
     def _find_identity(self, identity: str) -> Principal:
         listed = self._credentials.by_identity.get(identity)
@@ -98,15 +85,6 @@ class Callers:
         if key:
             add_api_key(credentials, key)
         return credentials
-
-
-def _revocation(security: SecurityConfig) -> RevocationLists | None:
-    """Raises TlsError."""
-    if security.tls is None or security.tls.client_crl is None:
-        return None
-    # One file holds the lists of both ports' authorities.
-    authorities = {security.tls.client_ca, security.metrics_client_ca} - {None}
-    return RevocationLists(security.tls.client_crl, sorted(filter(None, authorities)))
 
 
 def identity_of(connection: AuthContext) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from .callers import CERTIFICATE, CHAIN, AuthContext
+from .callers import AuthContext
 from .front_headers import CERTIFICATE_HEADER
 
 _SPIFFE = "spiffe://"
@@ -21,10 +21,9 @@ _CHAIN = "Chain="
 
 def shown_by(connection: ssl.SSLSocket | ssl.SSLObject | None) -> AuthContext:
     """The names in the peer's certificate, under gRPC's keys; empty without a certificate or without TLS (None)."""
-    shown = None if connection is None else connection.getpeercert(binary_form=True)
-    if connection is None or shown is None:
+    found: dict[str, Any] = (connection and connection.getpeercert()) or {}
+    if not found:
         return {}
-    found: dict[str, Any] = connection.getpeercert() or {}
     subject = [pair for part in found.get("subject", ()) for pair in part]
     others = found.get("subjectAltName", ())
     ids = [name for kind, name in others if kind == "URI"]
@@ -35,7 +34,6 @@ def shown_by(connection: ssl.SSLSocket | ssl.SSLObject | None) -> AuthContext:
         ],
         "x509_common_name": [value.encode() for name, value in subject if name == "commonName"],
         "x509_subject_alternative_name": [str(name).encode() for _, name in others],
-        CERTIFICATE: [ssl.DER_cert_to_PEM_cert(shown).encode()],
     }
 
 
@@ -48,7 +46,7 @@ def peer_of(address: str) -> str:
 
 
 def certificate_of(headers: Mapping[str, str]) -> AuthContext:
-    """The names in the client's certificate and its PEM, under gRPC's keys; empty if the client showed none."""
+    """The names in the client's certificate, under gRPC's keys; empty if the client showed none."""
     return _read(headers.get(CERTIFICATE_HEADER, ""))
 
 
@@ -59,7 +57,6 @@ def _read(header: str) -> AuthContext:
     if not pem:
         return {}
     from cryptography import x509
-    from cryptography.hazmat.primitives.serialization import Encoding
     from cryptography.x509.oid import NameOID
 
     own = x509.load_pem_x509_certificates(pem)[0]
@@ -74,6 +71,4 @@ def _read(header: str) -> AuthContext:
         "peer_spiffe_id": [u.encode() for u in uris if len(uris) == 1 and u.startswith(_SPIFFE)],
         "x509_common_name": [str(name.value).encode() for name in subject],
         "x509_subject_alternative_name": [str(name.value).encode() for name in others],
-        CERTIFICATE: [own.public_bytes(Encoding.PEM)],
-        CHAIN: [pem],
     }

@@ -45,10 +45,6 @@ class CredentialsInvalid(NotAuthenticated):
     """The call's credentials are malformed or unknown."""
 
 
-class CertificateRevoked(NotAuthenticated):
-    """The caller's certificate, or one between it and its authority, was revoked."""
-
-
 class ScopeMissing(KestrelError):
     """The caller is known, but lacks the scope that the method needs."""
 

@@ -33,15 +33,14 @@ def test_flags_and_variables_reach_their_fields():
     assert not config("--insecure-listen=off", KESTREL_INSECURE_LISTEN="on").insecure_listen
 
 
-def test_scrapers_certificates_and_those_taken_back():
+def test_scrapers_certificates():
     pair = ("--tls-cert", "c", "--tls-key", "k")
-    told = config(*pair, "--metrics-tls", "m", "--tls-client-crl", "l")
+    told = config(*pair, "--metrics-tls", "m")
     assert told.metrics_client_ca == "m" and not told.knows_callers
-    assert told.tls == TlsFiles(certificate="c", private_key="k", client_crl="l")
+    assert told.tls == TlsFiles(certificate="c", private_key="k")
     assert config(*pair, KESTREL_METRICS_TLS="m").metrics_client_ca == "m"
     for flags, words in (
         (("--metrics-tls", "onn"), "--metrics-tls .'onn' is neither on nor off, .*TLS needs both"),
-        ((*pair, "--tls-client-crl", "l"), "--tls-client-crl needs --tls-client-ca or"),
         (("--open", "none,health"), "--open=none,health: none must be the only value"),
     ):
         with pytest.raises(SettingsError, match=words):

@@ -11,7 +11,6 @@ import urllib.request
 import pytest
 
 from kestrel_engine import clock
-from kestrel_grpc.security.identity import revocation
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.security.metrics_door import MetricsDoor
@@ -20,7 +19,6 @@ from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry import metrics_port
 from tests.service.certificates import make_authority
-from tests.service.security.identity.test_revocation import list_of
 
 TOKENS = {scope: new_token() for scope in Scope}
 
@@ -240,25 +238,6 @@ async def test_scrapers_authorities_are_taken_anew(served, tmp_path):
     assert await ask(new) == 200
     with pytest.raises((OSError, urllib.error.URLError)):
         await ask(old)
-
-
-@pytest.mark.parametrize("open_services", [(), ("metrics",)])
-async def test_a_scrapers_certificate_can_be_taken_back(
-    served, tmp_path, open_services, monkeypatch
-):
-    monkeypatch.setattr(revocation, "_CHECK_EVERY_S", 0.0)
-    callers_ca, authority = make_authority(tmp_path), make_authority(folder(tmp_path, "scrapers"))
-    lists = tmp_path / "crl.pem"
-    lists.write_bytes(list_of(authority))
-    files = {"client_ca": callers_ca.ca.cert, "client_crl": lists}
-    security = mutual(authority, authority.issue("localhost"), **files)
-    url = f"https://{await served(**security, open_services=open_services)}/metrics"
-    pair = authority.issue("prometheus")
-    context = as_client(authority, pair)
-    assert (await asyncio.to_thread(get, url, None, context))[0] == 200
-    lists.write_bytes(list_of(authority, pair))
-    status, text, _ = await asyncio.to_thread(get, url, None, context)
-    assert status == 401 and "'CN=prometheus'" in text and "was revoked on" in text
 
 
 def folder(tmp_path, name):

@@ -279,7 +279,10 @@ async def test_the_sdk_sends_its_token(serve, tokens, authority, server_pair):
             await client.query(None, "?", max_tokens=2)
 
 
-async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pair, caplog):
+async def test_a_certificate_says_who_calls(
+    serve, tokens, authority, server_pair, caplog, monkeypatch
+):
+    monkeypatch.setattr(callers, "_CHECK_EVERY_S", 0.0)
     caplog.set_level(logging.INFO, "kestrel_grpc.access")
     with tokens.path.open("a") as file:
         file.write("seven infer cert:camera 7\nspiffe infer,high cert:spiffe://site/gate\n")
@@ -301,6 +304,15 @@ async def test_a_certificate_says_who_calls(serve, tokens, authority, server_pai
     with pytest.raises(UnauthenticatedError, match="'camera 8' is not in the file of tokens"):
         await priority_high(served, stranger)
     await priority_high(served, gate)
+    trusted = Tls(
+        root_certificates=authority.ca.cert, certificate=gate.cert, private_key=gate.key
+    )
+    async with AsyncKestrelClient(served.server.addresses[0], tls=trusted, timeout=60) as client:
+        await client.query(None, "?", max_tokens=2)
+        lines = tokens.path.read_text().splitlines(keepends=True)
+        tokens.path.write_text("".join(line for line in lines if "site/gate" not in line))
+        with pytest.raises(UnauthenticatedError, match="is not in the file of tokens"):
+            await client.query(None, "?", max_tokens=2)
     alone = await serve(server_config={"security": SecurityConfig(tls=tls), "access_log": "text"})
     await priority_high(alone, stranger)
     assert 'principal="cert:camera 8"' in caplog.messages[-1]
