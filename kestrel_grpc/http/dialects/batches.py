@@ -27,7 +27,7 @@ from ..context import Scope
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields, json_fields
 from ..forms import JSON, JsonForm
-from ..known_fields import KnownFields
+from .known_fields import known_fields
 from .responses import metadata_of
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -40,12 +40,7 @@ _MOST_FILES = 1000
 _LONGEST_HEADER = 1024
 """Limit on the bytes of a header with parameters: Python's email package takes 1.4 s of the event loop for 30 kB of
 semicolons between quotes, and 2 ms for this."""
-BATCH = KnownFields(
-    "/v1/batches",
-    frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "off_peak"}),
-    ignored=frozenset({"output_expires_after"}),
-    is_strict=True,
-)
+BATCH = known_fields("batch")
 _LINES = JsonForm(
     stream_type=b"application/jsonl",
     error=lambda body: body,

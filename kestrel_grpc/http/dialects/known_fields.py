@@ -1,6 +1,12 @@
-"""The known fields of the dialects: one table for each kind of object (KnownFields)."""
+"""The known fields of the dialects: known_fields.toml has one table for each kind of object (KnownFields)."""
 
 from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 
@@ -35,9 +41,36 @@ OLLAMA_SAMPLING = SamplingFields(
     no_seed=-1,
 )
 
-NO_TOOLS = "the models call no tools; leave it out"
-_TO_SETTINGS = "is a setting; put it into settings"
-_IN_MOONDREAM = "send the image as image_url, and name a fine-tune in settings.adapter"
+_TABLES: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("known_fields.toml").read_text("utf-8")
+)
+
+
+def known_fields(name: str, more: Iterable[str] = ()) -> KnownFields:
+    """Returns the known fields of a table, and the names ``more`` as honoured fields."""
+    table = _TABLES[name]
+    base = (
+        known_fields(table["like"], more) if "like" in table else KnownFields("", frozenset(more))
+    )
+
+    def names(key: str) -> frozenset[str]:
+        return frozenset(table.get(key, "").split())
+
+    refused = {
+        field: remedy
+        for remedy, fields in table.get("refused", {}).items()
+        for field in fields.split()
+    }
+    return KnownFields(
+        table.get("where", base.where),
+        base.honoured - names("without") | names("honoured"),
+        {**base.refused, **refused},
+        base.ignored | names("ignored"),
+        table.get("remedy", base.remedy),
+        table.get("strict", False),
+    )
+
+
 _SKILL_FIELDS = {
     "query": {"question", "reasoning", "spatial_refs", "system", "presupposes"},
     "caption": {"length"},
@@ -46,134 +79,32 @@ _SKILL_FIELDS = {
     "segment": {"object", "spatial_refs", "refine"},
     "gaze": {"eye", "face", "accurate", "max_faces"},
 }
-_OBJECT_SETTINGS = {"max_objects", "min_score", "max_absence", "max_overlap", "tiles"}
-_IMAGE_SETTINGS = {"region", "max_crops"}
-MOONDREAM_SETTINGS = KnownFields(
-    "settings",
-    frozenset(
-        {*MOONDREAM_SAMPLING.names, *_OBJECT_SETTINGS, *_IMAGE_SETTINGS, "adapter", "variant"}
-    ),
-    is_strict=True,
-)
-MOONDREAM_TILES = KnownFields(
-    "settings.tiles", frozenset({"rows", "columns", "overlap", "whole_image"}), is_strict=True
-)
-
-MOONDREAM_FACE = KnownFields(
-    "face", frozenset({"x_min", "y_min", "x_max", "y_max", "score"}), is_strict=True
-)
+MOONDREAM_SETTINGS = known_fields("moondream_settings", MOONDREAM_SAMPLING.names)
+MOONDREAM_TILES = known_fields("moondream_tiles")
+MOONDREAM_FACE = known_fields("moondream_face")
 
 
 def _moondream(skill: str) -> KnownFields:
-    honoured = {"image_url", "model", "settings", "stream", "adapter", "variant"}
-    honoured |= _SKILL_FIELDS[skill]
-    elsewhere = set().union(*_SKILL_FIELDS.values()) - honoured - {"length"}
-    return KnownFields(
-        f"/v1/{skill}",
-        frozenset(honoured),
-        refused={
-            **dict.fromkeys(MOONDREAM_SETTINGS.honoured - honoured, _TO_SETTINGS),
-            **dict.fromkeys(elsewhere, f"is not a field of /v1/{skill}; leave it out"),
-            "options": "the settings belong into settings",
-            "messages": "use /v1/chat/completions",
-            "prompt": "put the text into question or object",
-        },
-        remedy=_IN_MOONDREAM,
-    )
+    known = known_fields("moondream", _SKILL_FIELDS[skill])
+    elsewhere = set().union(*_SKILL_FIELDS.values()) - known.honoured - {"length"}
+    refused = {
+        **dict.fromkeys(
+            MOONDREAM_SETTINGS.honoured - known.honoured, "is a setting; put it into settings"
+        ),
+        **dict.fromkeys(elsewhere, f"is not a field of /v1/{skill}; leave it out"),
+        **known.refused,
+    }
+    return replace(known, where=f"/v1/{skill}", refused=refused)
 
 
 MOONDREAM = {skill: _moondream(skill) for skill in _SKILL_FIELDS}
 """By the last part of the path."""
-
-_IN_OPENAI = (
-    "send images as parts of a message, like "
-    '{"type": "image_url", "image_url": {"url": "data:…"}}, and name a fine-tune in model, as MODEL/ADAPTER'
-)
-_BESIDE = "its fields belong beside model"
-_FORM = "ask for a form with response_format"
-_EITHER = KnownFields(
-    "completions",
-    frozenset({"model", "stream", "stream_options", "n", "logprobs", *OPENAI_SAMPLING.names}),
-    refused={
-        "tools": NO_TOOLS,
-        "functions": NO_TOOLS,
-        "settings": _BESIDE,
-        "options": _BESIDE,
-        "extra_body": _BESIDE,
-        "num_predict": "use max_tokens",
-        "audio": "the models write text",
-        **dict.fromkeys(
-            (
-                *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-                *("structured_outputs", "grammar", "json_schema", "format"),
-            ),
-            _FORM,
-        ),
-    },
-    ignored=frozenset(
-        {
-            *("user", "store", "metadata", "service_tier", "safety_identifier", "verbosity"),
-            *("prompt_cache_key", "prediction", "modalities", "tool_choice", "function_call"),
-            *("parallel_tool_calls", "keep_alive", "cache_prompt"),
-        }
-    ),
-    remedy=_IN_OPENAI,
-)
-"""What chat completions and completions have in common."""
-CHAT = KnownFields(
-    _EITHER.where,
-    _EITHER.honoured
-    | {"messages", "top_logprobs", "response_format", "reasoning", "reasoning_effort", "max_crops"},
-    refused={
-        **_EITHER.refused,
-        "prompt": "use messages",
-        "question": "use messages",
-        "input": "use messages",
-        "system": "send a message with the role system",
-    },
-    ignored=_EITHER.ignored,
-    remedy=_IN_OPENAI,
-)
-COMPLETIONS = KnownFields(
-    _EITHER.where,
-    _EITHER.honoured - {"max_reasoning_tokens"} | {"prompt", "best_of"},
-    refused={
-        **_EITHER.refused,
-        "suffix": "is not supported here; leave it out",
-        "echo": "must be false: the model scores and repeats no prompts",
-        "response_format": "is not supported here; use /v1/chat/completions",
-        "messages": "use /v1/chat/completions",
-        "reasoning": "use /v1/chat/completions",
-        "max_reasoning_tokens": "use /v1/chat/completions",
-    },
-    ignored=_EITHER.ignored,
-    remedy="for images and reasoning use /v1/chat/completions, and name a fine-tune in model",
-)
-RESPONSE_FORMAT = KnownFields(
-    "response_format",
-    frozenset({"type", "json_schema", "schema"}),
-    ignored=frozenset({"strict", "name", "description"}),
-    remedy=_IN_OPENAI,
-)
-"""``schema`` beside the type json_object is llama.cpp's."""
-CHAT_MESSAGE = KnownFields(
-    "messages of completions",
-    frozenset({"role", "content"}),
-    ignored=frozenset(
-        {
-            *("name", "id", "refusal", "annotations", "audio", "tool_calls", "function_call"),
-            *("reasoning", "reasoning_content", "tool_call_id", "cache_control"),
-        }
-    ),
-    remedy=_IN_OPENAI,
-)
+CHAT = known_fields("chat", OPENAI_SAMPLING.names)
+COMPLETIONS = known_fields("completions", OPENAI_SAMPLING.names)
+RESPONSE_FORMAT = known_fields("response_format")
+CHAT_MESSAGE = known_fields("chat_message")
 CHAT_PARTS = {
-    kind: KnownFields(
-        "parts of messages",
-        frozenset({"type", name, "detail"}),
-        ignored=frozenset({"cache_control", "annotations", "logprobs"}),
-        remedy=_IN_OPENAI,
-    )
+    kind: known_fields("chat_part", {name})
     for kind, name in (
         ("text", "text"),
         ("input_text", "text"),
@@ -183,54 +114,7 @@ CHAT_PARTS = {
     )
 }
 """By type. ``input_text``, ``output_text`` and ``input_image`` are those of OpenAI's Responses interface."""
-
-_IN_OLLAMA = "send images as images, in /api/chat within a message, and name a fine-tune in model, as MODEL/ADAPTER"
-_OLLAMA_BOTH = frozenset({"model", "options", "format", "stream", "think"})
-_OLLAMA_REFUSED = {
-    "tools": NO_TOOLS,
-    "settings": "the settings belong into options",
-    "template": "the models have one form of prompt; leave it out",
-    "raw": "the models have one form of prompt; leave it out",
-}
-_OLLAMA_IGNORED = frozenset({"keep_alive", "context", "truncate", "shift"})
-GENERATE = KnownFields(
-    "/api/generate",
-    _OLLAMA_BOTH | {"prompt", "system", "images"},
-    refused={
-        **_OLLAMA_REFUSED,
-        "messages": "use /api/chat",
-        "suffix": "the models fill no gaps in a text; leave it out",
-    },
-    ignored=_OLLAMA_IGNORED,
-    remedy=_IN_OLLAMA,
-)
-OLLAMA_CHAT = KnownFields(
-    "/api/chat",
-    _OLLAMA_BOTH | {"messages"},
-    refused={
-        **_OLLAMA_REFUSED,
-        "prompt": "use messages",
-        "system": "send a message with the role system",
-    },
-    ignored=_OLLAMA_IGNORED,
-    remedy=_IN_OLLAMA,
-)
-OLLAMA_MESSAGE = KnownFields(
-    "messages of /api/chat",
-    frozenset({"role", "content", "images"}),
-    ignored=frozenset({"thinking", "tool_calls", "tool_name", "name"}),
-    remedy=_IN_OLLAMA,
-)
-OLLAMA_OPTIONS = KnownFields(
-    "options",
-    frozenset({*OLLAMA_SAMPLING.names, "max_crops"}),
-    ignored=frozenset(
-        {
-            *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),
-            *("low_vram", "vocab_only", "use_mmap", "use_mlock", "f16_kv", "logits_all"),
-            *("penalize_newline", "repeat_last_n", "tfs_z", "typical_p"),
-            *("mirostat", "mirostat_eta", "mirostat_tau"),
-        }
-    ),
-    remedy=_IN_OLLAMA,
-)
+GENERATE = known_fields("ollama_generate")
+OLLAMA_CHAT = known_fields("ollama_chat")
+OLLAMA_MESSAGE = known_fields("ollama_message")
+OLLAMA_OPTIONS = known_fields("ollama_options", OLLAMA_SAMPLING.names)

@@ -6,7 +6,6 @@ The messages are a conversation, which asks what it asks in chat completions (as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -23,14 +22,12 @@ from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields, positive
 from ..forms import JSON, ByteResponse, ErrorResponse, sent_event
-from ..known_fields import KnownFields
 from ..refusals import Rename, refusal, renamed
 from .asking import Asked, ask, count
 from .conversation import MESSAGE, Message, MessageImage, conversation
-from .known_fields import CHAT_MESSAGE, NO_TOOLS, OPENAI_SAMPLING
+from .known_fields import CHAT_MESSAGE, OPENAI_SAMPLING, known_fields
 from .sampling import NO_SAMPLING, SamplingFields
 
-_REMEDY = "send images as blocks of a message, and name a fine-tune in model, as MODEL/ADAPTER"
 _OTHER_NAMES = ("max_completion_tokens", "max_reasoning_tokens", "stop", "repeat_penalty")
 SAMPLING = SamplingFields(
     {
@@ -39,51 +36,22 @@ SAMPLING = SamplingFields(
     },
     hottest=1.0,
 )
-_ASKED = frozenset({"model", "messages", "system", "thinking", "output_config", "max_crops"})
-MESSAGES = KnownFields(
-    "/v1/messages",
-    _ASKED | {"stream", *SAMPLING.names},
-    refused={
-        "tools": NO_TOOLS,
-        "mcp_servers": NO_TOOLS,
-        "container": NO_TOOLS,
-        "input": "use messages",
-        "prompt": "use messages",
-        "stop": "use stop_sequences",
-        "max_completion_tokens": "use max_tokens",
-        "response_format": "use output_config.format",
-        "reasoning": "use thinking",
-        "reasoning_effort": "use thinking",
-    },
-    ignored=frozenset(
-        {
-            *("tool_choice", "cache_control", "context_management", "diagnostics", "metadata"),
-            *("service_tier", "speed", "inference_geo", "user_profile_id", "workspace_id"),
-        }
-    ),
-    remedy=_REMEDY,
-)
-_COUNTED = replace(MESSAGES, where="count_tokens", honoured=_ASKED)
-_IGNORED_IN_BLOCKS = frozenset({"cache_control", "citations"})
+MESSAGES = known_fields("messages", SAMPLING.names)
+_COUNTED = known_fields("messages_counted")
 BLOCKS = {
-    kind: KnownFields(
-        "blocks of messages", frozenset({"type", name}), ignored=_IGNORED_IN_BLOCKS, remedy=_REMEDY
-    )
+    kind: known_fields("messages_block", {name})
     for kind, name in (("text", "text"), ("image", "source"))
 }
 """By type."""
 _EARLIER_THINKING = ("thinking", "redacted_thinking")
 _SOURCES = {"base64": "data", "url": "url"}
 """Where an image is, by the type of its source."""
-SOURCES = {
-    kind: KnownFields("source", frozenset({"type", key}), ignored=frozenset({"media_type"}))
-    for kind, key in _SOURCES.items()
-}
-THINKING = KnownFields("thinking", frozenset({"type", "budget_tokens", "display"}))
+SOURCES = {kind: known_fields("messages_source", {key}) for kind, key in _SOURCES.items()}
+THINKING = known_fields("messages_thinking")
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False, "between_tools": False}
 _DISPLAYS = {"summarized": True, "omitted": False}
-OUTPUT = KnownFields("output_config", frozenset({"format"}), ignored=frozenset({"effort"}))
-FORMAT = KnownFields("output_config.format", frozenset({"type", "schema"}))
+OUTPUT = known_fields("messages_output")
+FORMAT = known_fields("messages_format")
 _NAMES: dict[FieldPath, FieldPath] = {
     ("max_reasoning_tokens",): ("thinking", "budget_tokens"),
     ("response_format",): ("output_config", "format"),

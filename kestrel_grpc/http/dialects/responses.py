@@ -7,7 +7,7 @@ responses, so each request has its whole conversation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -23,17 +23,14 @@ from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields
 from ..forms import sent_event
-from ..known_fields import KnownFields
 from ..refusals import renamed
 from .asking import Asked, ask, count, reasons
 from .conversation import MESSAGE, Message, conversation
-from .known_fields import CHAT_MESSAGE, NO_TOOLS, OPENAI_SAMPLING
+from .known_fields import OPENAI_SAMPLING, known_fields
 from .openai import message_content
 from .sampling import NO_SAMPLING, SamplingFields
 
-_STORES_NONE = "the server stores no responses; send the whole conversation in input"
 _IN_CHAT = "is not supported here; use /v1/chat/completions"
-_REMEDY = "send images as parts of input, and name a fine-tune in model, as MODEL/ADAPTER"
 _CHAT_LIMITS = ("max_tokens", "max_completion_tokens")
 SAMPLING = SamplingFields(
     {
@@ -43,51 +40,12 @@ SAMPLING = SamplingFields(
     hottest=OPENAI_SAMPLING.hottest,
     unlimited=OPENAI_SAMPLING.unlimited,
 )
-_ASKED = frozenset({"model", "input", "instructions", "reasoning", "text", "max_crops"})
-RESPONSES = KnownFields(
-    "/v1/responses",
-    _ASKED | {"stream", "metadata", "include", *SAMPLING.names},
-    refused={
-        "tools": NO_TOOLS,
-        "messages": "use input",
-        "prompt": "the server stores no prompts; use input",
-        "response_format": "use text.format",
-        "reasoning_effort": "use reasoning.effort",
-        "previous_response_id": _STORES_NONE,
-        "conversation": _STORES_NONE,
-        "background": "the server stores no responses; leave it out",
-        "moderation": "the server moderates nothing; leave it out",
-        **dict.fromkeys(_CHAT_LIMITS, "use max_output_tokens"),
-        **dict.fromkeys(("n", "logprobs", "top_logprobs"), _IN_CHAT),
-    },
-    ignored=frozenset(
-        {
-            *("tool_choice", "parallel_tool_calls", "max_tool_calls", "truncation", "personality"),
-            *("user", "store", "service_tier", "safety_identifier", "stream_options"),
-            *("context_management", "prompt_cache_key", "prompt_cache_retention"),
-        }
-    ),
-    remedy=_REMEDY,
-)
-_COUNTED = replace(RESPONSES, where="input_tokens", honoured=_ASKED)
-ITEM = KnownFields(
-    "items of input",
-    CHAT_MESSAGE.honoured | {"type"},
-    ignored=CHAT_MESSAGE.ignored | {"status", "phase"},
-    remedy=_REMEDY,
-)
-REASONING = KnownFields(
-    "reasoning",
-    frozenset({"effort"}),
-    ignored=frozenset({"summary", "generate_summary", "context", "mode"}),
-)
-TEXT = KnownFields("text", frozenset({"format"}), ignored=frozenset({"verbosity"}))
-FORMAT = KnownFields(
-    "text.format",
-    frozenset({"type", "schema"}),
-    refused={"json_schema": "its fields belong beside type"},
-    ignored=frozenset({"strict", "name", "description"}),
-)
+RESPONSES = known_fields("responses", SAMPLING.names)
+_COUNTED = known_fields("responses_counted")
+ITEM = known_fields("responses_item")
+REASONING = known_fields("responses_reasoning")
+TEXT = known_fields("responses_text")
+FORMAT = known_fields("responses_format")
 _NAMES: dict[FieldPath, FieldPath] = {
     ("messages",): ("input",),
     ("response_format",): ("text", "format"),
@@ -171,7 +129,7 @@ def _input(fields: Fields) -> Iterator[Message]:
         if kind == "reasoning":
             continue
         if kind == "item_reference":
-            raise InvalidRequest(item.path, _STORES_NONE)
+            raise InvalidRequest(item.path, RESPONSES.refused["conversation"])
         if kind != "message":
             raise InvalidRequest(item.at("type"), f"must be message, got {kind[:50]!r}")
         ITEM.check(item)
