@@ -1,19 +1,13 @@
-"""Doctor's checks other than the model's: packages, addresses, TLS, tokens, the store of shared images, variables,
-clock and the limit on files."""
+"""Doctor's checks other than the model's: packages, addresses, TLS, tokens, the store of shared images, variables."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import importlib
 import os
 import platform
-import resource
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
-from typing import Literal
 
 from packaging.requirements import Requirement
 
@@ -44,10 +38,6 @@ Finding = maintenance.Finding
 
 _PACKAGES = ("kestrel-grpc", "kestrel-client")
 _SHOWN = ("grpcio", "protobuf", "torch", "pyvips", "tokenizers", "huggingface-hub")
-_ENOUGH_FILES, _TOO_FEW_FILES = 4096, 256
-_TIME_ERROR = 5
-_LEAST_TIME = 1_750_000_000
-"""Seconds since 1970, in June 2025. A clock with an earlier time was never set."""
 
 
 def check_server(
@@ -55,16 +45,12 @@ def check_server(
 ) -> Iterator[Finding]:
     """Runs all checks of this module. ``settings``: all known settings, to find misspelt variables."""
     yield from check_packages()
-    yield check_stubs()
     yield from check_addresses(config)
     yield from check_security(config.security)
     yield check_skills(config.skills)
     yield check_telemetry(config)
     yield check_shared_images(config.shared_images)
     yield check_variables(settings, environ)
-    yield check_clock(time.time())
-    # The server raises the soft limit to the hard one.
-    yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
 def check_packages() -> Iterator[Finding]:
@@ -110,23 +96,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def check_stubs() -> Finding:
-    """Checks that the generated code works with this grpcio and protobuf. It checks that itself when it is imported."""
-    try:
-        stubs = importlib.import_module("kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc")
-    except Exception as error:  # grpcio's RuntimeError, protobuf's VersionError, ImportError.
-        reason = str(error).strip().partition("\n")[0]
-        return Finding("stubs", "fail", reason, "pip install -c constraints.txt ./clients/python .")
-    made = stubs.GRPC_GENERATED_VERSION
-    client = _version("kestrel-client")
-    if client is not None and client != __version__ and _version("kestrel-grpc") is not None:
-        versions = f"kestrel-client is {client}, kestrel-grpc is {__version__}"
-        return Finding("stubs", "fail", versions, "install the same version of both")
-    return Finding(
-        "stubs", "ok", f"made by grpcio-tools {made}, compatible with installed packages"
-    )
 
 
 def check_addresses(config: ServerConfig) -> Iterator[Finding]:
@@ -249,34 +218,3 @@ def check_variables(settings: Sequence[FlagSetting], environ: Mapping[str, str])
         remedy = "kestrel-grpc serve --help names all variables"
         return Finding("variables", "warn", "; ".join(unknown), remedy)
     return Finding("variables", "ok", "no variable that begins with KESTREL_ is unknown")
-
-
-def check_clock(now: float) -> Finding:
-    """Checks the clock, which certificates, traces and logs need. ``now``: seconds since 1970."""
-    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    remedy = "set it with chrony or systemd-timesyncd"
-    if now < _LEAST_TIME:
-        return Finding("clock", "fail", f"{shown}: the clock was never set", remedy)
-    if _kernel_clock() == _TIME_ERROR:
-        return Finding("clock", "warn", f"{shown}: the kernel's clock is not synchronised", remedy)
-    return Finding("clock", "ok", shown)
-
-
-def _kernel_clock() -> int | None:
-    """adjtimex's state of the clock, read without a change; None if the system does not report it."""
-    buffer = ctypes.create_string_buffer(512)
-    try:
-        answer = int(ctypes.CDLL(None).adjtimex(buffer))
-    except (OSError, AttributeError):
-        return None
-    return answer if answer >= 0 else None
-
-
-def check_files(limit: int) -> Finding:
-    """Checks the limit on open files. Each connection is one."""
-    if limit == resource.RLIM_INFINITY or limit >= _ENOUGH_FILES:
-        many = "any number of" if limit == resource.RLIM_INFINITY else str(limit)
-        return Finding("files", "ok", f"{many} files and connections may be open")
-    remedy = "raise the limit: ulimit -Hn 65536, or systemd's LimitNOFILE="
-    status: Literal["warn", "fail"] = "fail" if limit < _TOO_FEW_FILES else "warn"
-    return Finding("files", status, f"only {limit} files and connections may be open", remedy)
