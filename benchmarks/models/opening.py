@@ -23,7 +23,7 @@ from kestrel_engine.runtime.protocol import Runtime, StepHandle
 from kestrel_engine.types.step import Row, RuntimeLimits, StepPlan, StepResult
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.settings.flags import Parser
-from kestrel_grpc.settings.model import add_model_flags, runtime_config
+from kestrel_grpc.settings.model import add_model_flags, runtime_configs
 
 from ..reports.program import Program
 from ..reports.report import Report
@@ -109,7 +109,7 @@ def model_arguments(arguments: Sequence[str], *, quick: bool = False) -> Runtime
     parser = Parser(prog="model", allow_abbrev=False)
     add_model_flags(parser)
     given = [*(QUICK if quick else ()), *arguments]
-    config = runtime_config(parser.parse_args(given))
+    (config,) = runtime_configs(parser.parse_args(given))
     if config.kv_cache_gib is None and config.kv_cache_pages is None and _is_cuda(config.device):
         config = replace(config, kv_cache_gib=KV_CACHE_GIB)
     if config.random_weights and config.tokenizer_path is None:

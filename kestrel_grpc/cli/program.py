@@ -30,10 +30,6 @@ _HERE = entries(
                 "operation.token",
                 "create a token and its line for the file of --auth-tokens",
             ),
-            "replay": (
-                "operation.replay",
-                "repeat a captured request, with a server or in this process",
-            ),
         },
         "teach": {
             "train": ("weights.train", "fit an adapter (LoRA) to labelled images"),

@@ -74,16 +74,6 @@ def add_model_flags(
     parser.set_defaults(adapter_api_key=key)
 
 
-def runtime_config(args: argparse.Namespace) -> RuntimeConfig:
-    """The configuration of a command that needs one model. Raises SettingsError, which names the invalid flag."""
-    configs = runtime_configs(args)
-    if len(configs) > 1:
-        raise SettingsError(
-            f"{name_of(args, '--model')}: {len(configs)} models are given, and this command takes one"
-        )
-    return configs[0]
-
-
 def runtime_configs(args: argparse.Namespace) -> tuple[RuntimeConfig, ...]:
     """The configurations of all models, the default first. Raises SettingsError, which names the invalid flag."""
     names: list[str] = args.model if isinstance(args.model, list) else [args.model]

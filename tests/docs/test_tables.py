@@ -29,7 +29,7 @@ def test_every_flag_that_is_named_exists():
     known = {setting.flag for setting in known_settings()}
     ours = {
         *("--config", "--print-config", "--append", "--scopes", "--wait", "--seconds"),
-        *("--python-functions", "--requests", "--images", "--in-process", "--image", "--model"),
+        *("--python-functions", "--requests", "--images", "--image", "--model"),
         *("--to", "--server"),
     }
     by_hand = "".join((OPERATIONS, *parts("flags"), *parts("metrics"), STATUSES))

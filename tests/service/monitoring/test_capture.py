@@ -391,22 +391,6 @@ def test_a_replay_asks_for_the_image_that_was_left_out(tmp_path, capsys):
         assert "is not a captured request: " in line
 
 
-@pytest.mark.golden
-def test_a_replay_in_process(tmp_path, capsys):
-    path = tmp_path / "a.capture.json"
-    told = {
-        "kestrel_capture": 1,
-        "method": "kestrel.v1.VisionService/Query",
-        "request": {"query": {"question": "ready?"}, "options": {"model": "another"}},
-        "code": "INTERNAL",
-        "model": "another",
-        "images_left_out": [],
-    }
-    path.write_text(json.dumps(told))
-    assert main(["replay", str(path), "--in-process"]) == 0
-    assert "captured from another, repeated with kestrel-tiny" in capsys.readouterr().out
-
-
 async def test_a_frame_is_captured_with_the_message_that_opened_its_stream(serve, tmp_path, replay):
     """The image only if that is allowed, as for other requests, and never the salt."""
     served, admin = await capturing(serve, tmp_path)

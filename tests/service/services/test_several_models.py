@@ -45,7 +45,6 @@ from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.model import (
     add_model_flags,
     other_model,
-    runtime_config,
     runtime_configs,
 )
 from kestrel_grpc.settings.security import SecurityConfig
@@ -412,7 +411,7 @@ def test_settings_of_one_model() -> None:
     ):
         other_model(first, "kestrel-tiny", {"kv-cache-gb": "3"})
     (only,) = runtime_configs(parsed())
-    assert only == runtime_config(parsed(several=False)) == RuntimeConfig()
+    assert only == RuntimeConfig()
 
 
 def test_a_caller_names_files_in_the_servers_folders_only(tmp_path: Path) -> None:
@@ -468,8 +467,3 @@ def test_a_caller_names_files_in_the_servers_folders_only(tmp_path: Path) -> Non
 def test_wrong_settings_are_named(arguments: list[str], words: str) -> None:
     with pytest.raises(SettingsError, match=words.replace("?", r"\?")):
         runtime_configs(parsed(*arguments))
-
-
-def test_a_command_for_one_model_takes_one() -> None:
-    with pytest.raises(SettingsError, match="this command takes one"):
-        runtime_config(parsed("--model", "a", "--model", "b"))

@@ -7,7 +7,7 @@ import pytest
 from kestrel_grpc.settings.addresses import parse_address, unix_path, with_port
 from kestrel_grpc.settings.configuration import add_server_flags
 from kestrel_grpc.settings.flags import Parser, SettingsError, size
-from kestrel_grpc.settings.model import add_model_flags, runtime_config
+from kestrel_grpc.settings.model import add_model_flags, runtime_configs
 from kestrel_grpc.settings.server import MIB, ServerConfig, server_config
 
 
@@ -16,7 +16,7 @@ def configs(*flags, **environ):
     add_model_flags(parser, environ)
     add_server_flags(parser, environ)
     args = parser.parse_args(flags)
-    return server_config(args), runtime_config(args)
+    return server_config(args), *runtime_configs(args)
 
 
 def test_without_flags_the_defaults_hold(monkeypatch):

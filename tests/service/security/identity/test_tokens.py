@@ -304,9 +304,7 @@ async def test_a_certificate_says_who_calls(
     with pytest.raises(UnauthenticatedError, match="'camera 8' is not in the file of tokens"):
         await priority_high(served, stranger)
     await priority_high(served, gate)
-    trusted = Tls(
-        root_certificates=authority.ca.cert, certificate=gate.cert, private_key=gate.key
-    )
+    trusted = Tls(root_certificates=authority.ca.cert, certificate=gate.cert, private_key=gate.key)
     async with AsyncKestrelClient(served.server.addresses[0], tls=trusted, timeout=60) as client:
         await client.query(None, "?", max_tokens=2)
         lines = tokens.path.read_text().splitlines(keepends=True)
