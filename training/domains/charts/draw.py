@@ -9,15 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from training.domains.charts.questions import (
-    EXTREMES,
-    WORDS,
-    ask_about,
-    extremes,
-    labels_are_shown,
-    readable,
-)
-from training.domains.charts.questions import number as number_text
+from training.domains.charts import questions as q
 from training.domains.charts.sketched import Drawn, sketch
 from training.domains.charts.tables import make_table
 from training.domains.drawn import open_drawings
@@ -50,7 +42,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
             shown = sketch(rng, table, width, height, held)
         except ValueError:
             continue
-        asks = ask_about(rng, table, "charts", exact=held)
+        asks = q.ask_about(rng, table, "charts", exact=held)
         asks += [*_places(rng, table, shown, width, "charts"), absent_object(rng)]
         asks += () if held else _places(rng, table, shown, width, "charts")
         marks = _marks(table, shown.boxes, shown.keys)
@@ -71,9 +63,9 @@ def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Pi
     # What stands beside the axis is no value's own number.
     told = Counter(text.split(" ")[-1].replace(",", "") for text, _ in written)
     told -= Counter(text.replace(",", "") for text, _ in scale)
-    values = Counter(number_text(v) for s in table["series"] for v in s["values"])
+    values = Counter(q.number(v) for s in table["series"] for v in s["values"])
     table = {**table, "numbers": values <= told}
-    asks = [*ask_about(rng, table, "webcharts", exact=held), absent_object(rng)]
+    asks = [*q.ask_about(rng, table, "webcharts", exact=held), absent_object(rng)]
     if table["size"] * place.scale < 0.999 * letters:
         asks = [ask for ask in asks if not ask.spelled]
         return Picture(pixels, asks, complete=False)
@@ -113,12 +105,12 @@ def _marks(
     """What is drawn and the legend, with the beginnings and ends of label and series that each stands for."""
     several = len(boxes) > 1
     kind = "grouped bar" if table["kind"] == "bar" and several else table["kind"]
-    shown, labels = labels_are_shown(table), table["labels"]
+    shown, labels = q.labels_are_shown(table), table["labels"]
     of_label = [f"{label[:4]:4}{label[-1]}" if shown else 5 * " " for label in labels]
-    ends = [extremes(s["values"], kind == "pie") for s in table["series"]]
+    ends = [q.extremes(s["values"], kind == "pie") for s in table["series"]]
     of_series = [f"{s['name'][:2]:2}{s['name'][-1]}" if several else "" for s in table["series"]]
     marks = [
-        Mark(box, EXTREMES[row_ends.index(k)] if k in row_ends else kind, told=label + series)
+        Mark(box, q.EXTREMES[row_ends.index(k)] if k in row_ends else kind, told=label + series)
         for row, series, row_ends in zip(boxes, of_series, ends, strict=False)
         for k, (box, label) in enumerate(zip(row, of_label, strict=True))
     ]
@@ -140,20 +132,22 @@ def _places(
     )
     boxes, name = shown.boxes[series], table["series"][series]["name"]
     for end, number in zip(
-        EXTREMES, extremes(table["series"][series]["values"], kind == "pie"), strict=True
+        q.EXTREMES, q.extremes(table["series"][series]["values"], kind == "pie"), strict=True
     ):
         if number is None:
             continue
         of = f" of {name}" if len(shown.boxes) > 1 else ""
-        said = f"the {rng.choice(WORDS[end])} {noun}{of}"
+        said = f"the {rng.choice(q.WORDS[end])} {noun}{of}"
         asks.append(find(skill, f"{domain} extreme", said, [boxes[number]]))
         ways = f"Which one has the {{e}} value{of}?|Which {noun}{of} is the {{e}}?"
-        why = read(rng, f"{domain} label reasoned", ways, table["labels"][number], e=WORDS[end][0])
+        why = read(
+            rng, f"{domain} label reasoned", ways, table["labels"][number], e=q.WORDS[end][0]
+        )
         there = said.removeprefix("the "), (centre(boxes[number]),)
         asks.append(replace(why, skill="reasoning", steps=(there,)))
     number = rng.randrange(len(boxes))
     box, label = boxes[number], table["labels"][number]
-    value = readable(table["series"][series]["values"][number])
+    value = q.readable(table["series"][series]["values"][number])
     of = f"{label}, {name}" if len(shown.boxes) > 1 else label
     said = rng.choice((f"the {noun} of {of}", f"{of} {noun}", f"{noun} for {of}"))
     asks.append(find(skill, f"{domain} {noun}", said, [box]))
@@ -187,14 +181,14 @@ def _places(
     ways = (
         "What is this value?|What value is here?|Which value does this {n} have?|How much is this?"
     )
-    at = read(rng, f"{domain} value here", ways, number_text(value), n=noun)
+    at = read(rng, f"{domain} value here", ways, q.number(value), n=noun)
     asks.append(replace(at, refs=((box if kind == "bar" and rng.random() < 0.5 else top),)))
     axis = 0 if table["lying"] else 1
     beside = min(
         pairwise(shown.scale), key=lambda pair: sum(abs(p[axis] - top[axis]) for _, p in pair)
     )
     ways = "What is the value of {o}?|What value has {o}?|How much is {o}?|{o}?|What is {o}?"
-    why = read(rng, f"{domain} value reasoned", ways, number_text(value), o=of)
+    why = read(rng, f"{domain} value reasoned", ways, q.number(value), o=of)
     steps = ((noun, (top,)), *((text, (place,)) for text, place in beside))
     asks.append(replace(why, skill="reasoning", steps=steps))
     return asks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -29,12 +29,8 @@ from training.scenes.phrases import article
 from training.sources import HELD_SET, ICON_SETS, icon_names
 
 Square = tuple[float, float, float]  # x, y, side in pixels
+_NAMES = tuple(icon_names())
 _SMALLEST = 20.0  # pixels of the model's view
-
-
-@cache
-def _names() -> tuple[str, ...]:
-    return tuple(icon_names())
 
 
 @cache
@@ -42,19 +38,10 @@ def _icons(held: bool) -> tuple[dict[str, list[int]], Pixels]:
     """Rows of the masks by name; the masks [N, 64, 64]."""
     data = np.load(sources() / "icons.npz")
     rows: dict[str, list[int]] = {}
-    held_set = ICON_SETS.index(HELD_SET)
-    for row, (name, number) in enumerate(
-        zip(data["names"].tolist(), data["sets"].tolist(), strict=True)
-    ):
-        if (number == held_set) == held:
-            rows.setdefault(name, []).append(row)
+    ours = (data["sets"] == ICON_SETS.index(HELD_SET)) == held
+    for row in np.flatnonzero(ours).tolist():
+        rows.setdefault(str(data["names"][row]), []).append(row)
     return rows, data["masks"]
-
-
-@dataclass(frozen=True)
-class _Icon:
-    name: str
-    box: Box
 
 
 def _redrawn(rng: random.Random, mask: Image.Image) -> Image.Image:
@@ -74,8 +61,8 @@ def _paste(rng: random.Random, page: Page, mask: Image.Image, place: Square, ink
     how = rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS, Image.Resampling.BOX))
     mask = mask.resize((side, side), how)
     page.image.paste(ink, (x, y), mask)
-    ink_box = mask.point(lambda v: 255 if v > 60 else 0).getbbox()
-    left, top, right, bottom = ink_box or (0, 0, side, side)
+    ink_box = mask.point(lambda v: 255 if v > 60 else 0).getbbox() or (0, 0, side, side)
+    left, top, right, bottom = ink_box
     return x + left, y + top, x + right, y + bottom
 
 
@@ -107,16 +94,15 @@ def layout(rng: random.Random, width: int, height: int, smallest: float) -> list
     return found or [(0, 0, min(side, width, height))]
 
 
-def _wrong_name(rng: random.Random, icons: list[_Icon]) -> str:
-    have = {icon.name for icon in icons}
-    return rng.choice([name for name in _names() if name not in have])
+def _wrong_name(rng: random.Random, icons: list[Mark]) -> str:
+    have = {icon.label for icon in icons}
+    return rng.choice([name for name in _NAMES if name not in have])
 
 
-def _seek(rng: random.Random, icons: list[_Icon], skill: str) -> Ask:
-    name = rng.choice(icons).name if rng.random() < 0.85 else _wrong_name(rng, icons)
-    boxes = [icon.box for icon in icons if icon.name == name]
-    ways = ("{n}", "{n} icon", "the {n} icon", "{n} icons", "the {n} symbol")
-    said = rng.choice(ways).format(n=name)
+def _seek(rng: random.Random, icons: list[Mark], skill: str) -> Ask:
+    name = rng.choice(icons).label if rng.random() < 0.85 else _wrong_name(rng, icons)
+    boxes = [icon.box for icon in icons if icon.label == name]
+    said = rng.choice(("{}", "{} icon", "the {} icon", "{} icons", "the {} symbol")).format(name)
     if rng.random() < 0.1:
         said = rng.choice(("icon", "icons", "all icons", "symbols"))
         boxes = [icon.box for icon in icons]
@@ -124,38 +110,35 @@ def _seek(rng: random.Random, icons: list[_Icon], skill: str) -> Ask:
     return find(skill, kind, said, boxes)
 
 
-def _this(rng: random.Random, icons: list[_Icon]) -> Ask:
+def _this(rng: random.Random, icons: list[Mark]) -> Ask:
     icon = rng.choice(icons)
     if len(icons) == 1 and rng.random() < 0.7:
         ways = (
             "What icon is this?|Which icon is shown?|What is this icon?|What does the icon show?|"
-            "What is in the {picture}?|Name the icon."
         )
-        return tell(rng, "icons name", ways, icon.name)
+        ways += "What is in the {picture}?|Name the icon."
+        return tell(rng, "icons name", ways, icon.label)
     ref = icon.box if rng.random() < 0.5 else centre(icon.box)
     ways = "What icon is this?|What is this?|Which icon is here?|Name this icon."
-    return replace(tell(rng, "icons name", ways, icon.name), refs=(ref,))
+    return replace(tell(rng, "icons name", ways, icon.label), refs=(ref,))
 
 
-def _amounts(rng: random.Random, icons: list[_Icon]) -> list[Ask]:
-    name = rng.choice(icons).name
-    count = sum(icon.name == name for icon in icons)
+def _amounts(rng: random.Random, icons: list[Mark]) -> list[Ask]:
+    name = rng.choice(icons).label
+    count = sum(icon.label == name for icon in icons)
     some = "How many {n} icons are there?|Count the {n} icons.|How many {n} icons do you see?"
     every = "How many icons are there?|How many icons do you see?|Count the icons."
-    counts = (
-        tell(rng, "icons count", some, str(count), n=name),
-        tell(rng, "icons count", every, str(len(icons))),
-    )
+    counts = [tell(rng, "icons count", some, str(count), n=name)]
+    counts.append(tell(rng, "icons count", every, str(len(icons))))
     present = rng.random() < 0.5
-    asked = name if present else _wrong_name(rng, icons)
+    asked, said = (name, "yes") if present else (_wrong_name(rng, icons), "no")
     ways = "Is there {a} {n} icon?|Is there {a} {n} icon in the {picture}?|Do you see {a} {n} icon?"
     chosen = rng.choice(counts)
-    said = "yes" if present else "no"
     return [chosen, tell(rng, "icons presence", ways, said, a=article(asked), n=asked)]
 
 
-def _captions(rng: random.Random, icons: list[_Icon]) -> list[Ask]:
-    names = [icon.name for icon in icons]
+def _captions(rng: random.Random, icons: list[Mark]) -> list[Ask]:
+    names = [icon.label for icon in icons]
     text = f"Icons: {', '.join(names)}."
     if len(names) == 1:
         text = f"{article(names[0]).capitalize()} {names[0]} icon."
@@ -167,13 +150,13 @@ def _captions(rng: random.Random, icons: list[_Icon]) -> list[Ask]:
 
 
 def _labels(
-    rng: random.Random, page: Page, icons: list[_Icon], held: bool, ink: Rgb, pitch: float
+    rng: random.Random, page: Page, icons: list[Mark], held: bool, ink: Rgb, pitch: float
 ) -> None:
     """The name under each icon, or another word."""
     font = draw_font(rng, held)
     for icon in icons:
         x0, y0, x1, y1 = icon.box
-        text = (icon.name if rng.random() < 0.6 else rng.choice(_names())).title()
+        text = (icon.label if rng.random() < 0.6 else rng.choice(_NAMES)).title()
         size = fit(text, font, round(0.3 * (y1 - y0)), pitch)
         if size >= 9 and y1 + 1.4 * size < page.size[1]:
             left = (x0 + x1) / 2 - width_of(text, font, size) / 2
@@ -201,7 +184,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
             ink = (255, 255, 255) if luma(plate) < 150 else (0, 0, 0)
         mask = Image.fromarray(masks[rng.choice(rows[name])])
         mask = mask if held else _redrawn(rng, mask)
-        icons.append(_Icon(name, _paste(rng, page, mask, (x, y, side), ink)))
+        icons.append(Mark(_paste(rng, page, mask, (x, y, side), ink), name))
     if len(places) > 1 and rng.random() < 0.2:
         lefts = [x for x, _, _ in places]
         pitch = min((b - a for a in lefts for b in lefts if b - a > 1), default=width / 3)
@@ -213,5 +196,4 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     asks.append(off_topic(rng) if rng.random() < 0.3 else absent_object(rng))
     for _ in range(0 if held else 3):
         asks += [_seek(rng, icons, "detect"), _this(rng, icons), *_amounts(rng, icons)]
-    marks = [Mark(icon.box, icon.name) for icon in icons]
-    return Picture(np.asarray(page.image), asks, marks, page.characters)
+    return Picture(np.asarray(page.image), asks, icons, page.characters)
