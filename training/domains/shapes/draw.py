@@ -141,6 +141,8 @@ def _questions(rng: random.Random, scene: Scene, few: bool) -> Iterator[Ask]:
     made += [draw_question(rng, scene) for _ in range(5)] if few else [count(rng, scene)]
     for number, q in enumerate(q for q in made if q is not None):
         text = q.text if rng.random() < 0.6 else vary(rng, q.text)
+        if q.kind == "listing":
+            q = replace(q, answer=_caption(scene, "short"))
         ask = as_ask(scene, q, "reasoning" if number % 4 == 0 else "query")
         kind = f"shapes {q.kind}{' reasoned' if ask.steps else ''}"
         yield replace(ask, kind=kind, text=text)
