@@ -305,14 +305,13 @@ def _made(
 
     from ..models.weight_only import GROUP, pack_for_cpu
 
-    if weights == "int8":
-        return torch.ones(n, k, dtype=torch.int8), torch.ones(n, dtype=torch.bfloat16)
-    if weights != "int4":
+    if weights not in ("int4", "int8"):
         return torch.ones(n, k, dtype=dtype), None
-    made = {
-        "x.weight": torch.ones(n, k // 2, dtype=torch.uint8),
-        "x.scale": torch.ones(n, k // GROUP, 2, dtype=torch.bfloat16),
-    }
+    made = {"x.weight": torch.ones(n, k, dtype=torch.int8)}
+    made["x.scale"] = torch.ones(n, dtype=torch.bfloat16)
+    if weights == "int4":
+        made["x.weight"] = torch.ones(n, k // 2, dtype=torch.uint8)
+        made["x.scale"] = torch.ones(n, k // GROUP, 2, dtype=torch.bfloat16)
     pack_for_cpu(made)
     return made["x.weight"], made["x.scale"]
 

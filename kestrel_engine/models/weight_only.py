@@ -7,7 +7,8 @@ Such a weight has a tensor of scales beside it. The weight's dtype and dimension
 - uint8 [N, K / 2], scales [N, K / g, 2]: 4-bit numbers q in groups of g along K, each with a scale and a zero point:
   W = (q - zero) * scale. The high nibbles of g bytes are one group, their low nibbles the next one, so weights can be
   joined along both dimensions. The scales keep the dtype that the file has.
-- uint8 [N, 1, K / 2], scales [N, K / g, 2] bfloat16: the third form, for the products of `few_rows`.
+- int8 [N, 1, K], scales [N] bfloat16, and uint8 [N, 1, K / 2], scales [N, K / g, 2] bfloat16: the second and the third
+  form in blocks of 16 rows, for the products of `few_rows`: 4 bytes of each row, then the next 4 bytes of each.
 - uint8 [N / b, K, b / 2], scales [K / g, N, 2] bfloat16: the same numbers in the order of torch's product for CPUs,
   which depends on the processor. W = (q - 8) * scale + offset.
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .compiled import few_rows, many_rows
+from .compiled.host_code import LANES
 
 FEW_ROWS = 16
 """The most rows for which a CPU's product reads the weight in 4 or 8 bits. With more rows, widening it costs less."""
@@ -80,10 +82,10 @@ def _many(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Ten
     """Returns ``x @ W.T + bias`` [..., N] for an int8 weight, whose numbers are exact in x's dtype. The scales of its
     rows follow the product. Some rows at a time are widened, into memory that stays in the processor's caches."""
     y = x.new_empty(*x.shape[:-1], len(weight))
-    scales, step = scales.to(x.dtype), max(1, WIDENED // weight.shape[1])
+    scales, step = scales.to(x.dtype), max(1, WIDENED // x.shape[-1] // LANES) * LANES
     for first in range(0, len(weight), step):
         some = slice(first, first + step)
-        part = F.linear(x, weight[some].to(x.dtype))
+        part = F.linear(x, _plain(weight[some]).to(x.dtype))
         if bias is None:
             torch.mul(part, scales[some], out=y[..., some])
         else:
@@ -108,9 +110,7 @@ def _few(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) 
 
 def _is_of_torch(weight: Tensor) -> bool:
     """Whether torch has a product for the form."""
-    return weight.dtype == torch.int8 or (
-        weight.dtype == torch.uint8 and weight.dim() == 3 and weight.shape[1] > 1
-    )
+    return not few_rows.is_in_blocks(weight) and (weight.dtype == torch.int8 or weight.dim() == 3)
 
 
 def _widens(dtype: torch.dtype) -> bool:
@@ -120,10 +120,11 @@ def _widens(dtype: torch.dtype) -> bool:
 
 def widened(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values [N, K] of a matrix in any of the forms. Each is computed in float32 and rounded once."""
+    if few_rows.is_in_blocks(weight):
+        is_int4 = weight.dtype == torch.uint8
+        weight, scales = _plain(weight), _plain(scales) if is_int4 else scales
     if weight.dtype != torch.uint8:
         return (weight.float() * scales.float().unsqueeze(-1)).to(dtype)
-    if weight.dim() == 3 and weight.shape[1] == 1:
-        weight = weight.squeeze(1)
     if weight.dim() == 2:
         groups = scales.shape[-2]
         pairs = weight.view(len(weight), groups // 2, -1)
@@ -165,15 +166,24 @@ def _packed(q: Tensor) -> Tensor:
 
 
 def pack_for_cpu(tensors: dict[str, Tensor]) -> None:
-    """Gives 4-bit weights the form of a product for CPUs, one after the other, where one can take them.
-
-    `few_rows` reads them as they are, with scales in bfloat16. torch's product has a form of its own.
-    """
-    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.uint8]:
+    """Gives weights in 4 bits, and the text decoder's in 8 bits, the form of a product for CPUs, one after the other,
+    where one can take them: that of `few_rows` or, in 4 bits, that of torch."""
+    for name in [name for name in tensors if scale_of(name) in tensors]:
         weight, scales = tensors[name], tensors[scale_of(name)]
-        narrow = scales.bfloat16()
-        if few_rows.available() and few_rows.group_of("int4", weight, narrow):
-            tensors[name], tensors[scale_of(name)] = weight.unsqueeze(-2), narrow
+        if weight.dtype == torch.uint8:
+            narrow = scales.bfloat16()
+        elif weight.dtype == torch.int8 and not name.startswith("vision."):
+            narrow = scales
+        else:
+            continue
+        if few_rows.fits_in_blocks(weight, narrow):
+            tensors[name] = _in_blocks(weight, weight[..., 0].numel()).unsqueeze(-2)
+            is_int4 = weight.dtype == torch.uint8
+            tensors[scale_of(name)] = (
+                _in_blocks(narrow, weight[..., 0].numel()) if is_int4 else narrow
+            )
+            continue
+        if weight.dtype == torch.int8:
             continue
         n, columns = weight.shape[-2:]
         groups = scales.shape[-2]
@@ -191,6 +201,22 @@ def pack_for_cpu(tensors: dict[str, Tensor]) -> None:
             scale, zero = own_scales.float().unbind(-1)
             to_scales.copy_(torch.stack([scale, (8 - zero) * scale], -1).transpose(0, 1))
         tensors[name], tensors[scale_of(name)] = out, made
+
+
+def _in_blocks(numbers: Tensor, rows: int) -> Tensor:
+    """Returns ``numbers``, a weight or scales of 4 bytes, in blocks of 16 rows, in the same shape."""
+    words = numbers.contiguous().view(torch.int32).view(rows // LANES, LANES, -1)
+    return words.transpose(1, 2).contiguous().view(numbers.dtype).view(numbers.shape)
+
+
+def _plain(numbers: Tensor) -> Tensor:
+    """Returns a weight [N, 1, K], or its scales [N, groups, 2], from their blocks. A weight loses its second dimension.
+    Other weights stay as they are."""
+    if numbers.dim() < 3:
+        return numbers
+    words = numbers.view(torch.int32).view(len(numbers) // LANES, -1, LANES)
+    found = words.transpose(1, 2).contiguous().view(numbers.dtype).view(numbers.shape)
+    return found.squeeze(1) if few_rows.is_in_blocks(numbers) else found
 
 
 def scale_of(weight: str) -> str:

@@ -290,7 +290,7 @@ class _Code(host_code.Code):
             with self._loop(long(0), long(dim), LANES) as at:
                 place = b.add(begin, at)
                 x = b.fmul(b.fsub(self._load("x", place, self._floats), mean), inverse)
-                factor, term = (self._bfloats(each, at) for each in (weight, bias))
+                factor, term = (self._bfloats_at(each, at) for each in (weight, bias))
                 y = self._fma(x, factor, term)
                 b.store(y, self._place(normal, place, self._float), align=4)
 
@@ -342,7 +342,7 @@ class _Code(host_code.Code):
             found[count + i] = self._fma(x, sin, b.fmul(y, cos))
         return found
 
-    def _bfloats(self, start: Any, index: Any) -> Any:
+    def _bfloats_at(self, start: Any, index: Any) -> Any:
         """16 bfloat16 numbers, as floats."""
         b, kind = self._b, self._vector(self._half)
         bits = b.load(self._place(start, index, self._half), typ=kind, align=2)

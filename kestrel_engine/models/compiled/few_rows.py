@@ -5,7 +5,9 @@ half of the rate at which two cores read memory.
 
 The forms of a weight [N, K] are ``bf16``, ``int8`` and ``int4``: `weight_only` says what they hold. With the last two,
 a row of ``x`` is rounded to int8 in groups along K, each with its own scale, as llama.cpp's products do. Sums within a
-group are whole numbers, so a row's result does not depend on the other rows.
+group are whole numbers, so a row's result does not depend on the other rows. Such weights are in blocks of 16 rows: 4
+bytes of each row, then the next 4 bytes of each. So memory is read in its order, a vector has the same columns of 16
+rows, and the sums of a group are scaled together.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ MOST_ROWS = 8
 SMALL = 1 << 18
 """Bytes or numbers of a weight below which torch's product costs no more time."""
 _AT_ONCE = 4
-"""Rows of W that a thread multiplies with several rows of x, which it then reads less often from its caches."""
+"""Rows of W in bfloat16 that a thread multiplies with several rows of x. It then reads x less often from its caches."""
+_AHEAD = 3072
+"""Bytes between what is multiplied and what begins to be read, of weights in blocks."""
 _GROUPS = (128, 64)
 """Of ``x`` beside int8: the first that divides K. Beside int4, the weight's own groups are used."""
 
@@ -46,16 +50,28 @@ def stored_form(weight: Tensor) -> Form | None:
     """Returns the form of a weight by its dtype and dimensions."""
     if weight.dtype == torch.bfloat16:
         return "bf16"
-    if weight.dtype == torch.int8:
-        return "int8"
-    is_int4 = weight.dtype == torch.uint8 and weight.dim() == 3 and weight.shape[1] == 1
-    return "int4" if is_int4 else None
+    if not is_in_blocks(weight):
+        return None
+    return "int8" if weight.dtype == torch.int8 else "int4"
+
+
+def is_in_blocks(weight: Tensor) -> bool:
+    """Whether a weight in 4 or 8 bits is in blocks of 16 rows."""
+    return weight.dtype in (torch.int8, torch.uint8) and weight.dim() == 3 and weight.shape[1] == 1
+
+
+def fits_in_blocks(weight: Tensor, scales: Tensor) -> bool:
+    """Whether `product` takes each matrix of ``weight`` [..., N, K], in 4 or 8 bits, once it is in blocks."""
+    n, columns = weight.shape[-2:]
+    form: Form = "int8" if weight.dtype == torch.int8 else "int4"
+    is_large = weight.device.type == "cpu" and n * columns >= SMALL and n % LANES == 0
+    return is_large and available() and group_of(form, weight.flatten(0, -2), scales) is not None
 
 
 def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:
     """Returns the group of ``x`` for a weight, or None if the weight can't be multiplied here."""
     k = weight.shape[-1] * (2 if form == "int4" else 1)
-    if len(weight) % _AT_ONCE:
+    if len(weight) % (_AT_ONCE if form == "bf16" else LANES):
         return None
     if form == "bf16":
         return 32 if k % 32 == 0 else None
@@ -64,7 +80,7 @@ def group_of(form: Form, weight: Tensor, scales: Tensor | None) -> int | None:
         return next((group for group in _GROUPS if fast and k % group == 0), None)
     assert scales is not None
     group = k // scales.shape[-2]
-    fits = group % 64 == 0 and k % (LANES * group) == 0 and scales.dtype == torch.bfloat16
+    fits = group % 64 == 0 and k % (2 * group) == 0 and scales.dtype == torch.bfloat16
     return group if fits else None
 
 
@@ -156,13 +172,14 @@ class Code(host_code.Code):
         super().__init__(f"{form}_{rows}_{group}", module)
         self._form, self._rows, self._group, self._biased = form, rows, group, biased
         # Fewer registers hold the sums of one row of W only.
-        self._at_once = _AT_ONCE if rows > 1 and features.get("avx512f") else 1
+        several = _AT_ONCE if rows > 1 and features.get("avx512f") else 1
+        self._at_once = several if form == "bf16" else LANES
         self._has_bf16 = bool(features.get("avx512bf16"))
         self._has_int8 = _int8_width(features)
 
     def functions(self) -> tuple[Any, Any]:
         """Adds functions to the module that one thread calls: what prepares, and the product with the rows of W from
-        the second argument to the third one, exclusive. Both numbers are multiples of 4."""
+        the second argument to the third one, exclusive. Both numbers are multiples of 16."""
         prepare = self._begin("prepare")
         self._prepare()
         self._b.ret_void()
@@ -182,28 +199,43 @@ class Code(host_code.Code):
 
     def _multiply(self, first: Any, end: Any) -> None:
         """A part of ``y``: a row of W after the other, because that is how memory is read fastest."""
-        b, long = self._b, self._long
-        n, adds = self._size("n"), b.icmp_signed("!=", self._size("adds"), long(0))
-        fill = {"bf16": self._sum_bf16, "int8": self._sum_int8, "int4": self._sum_int4}[self._form]
         with self._loop(first, end, self._at_once) as row:
-            rows = [b.add(row, long(i)) for i in range(self._at_once)]
-            totals = [[self._variable(self._floats) for _ in rows] for _ in range(self._rows)]
-            fill(rows, totals)
-            for r, of_x in enumerate(totals):
-                for row, total in zip(rows, of_x, strict=True):
-                    place = self._at("y", b.add(b.mul(long(r), n), row), self._float)
-                    before = b.select(adds, b.load(place, typ=self._float), self._float(0.0))
-                    b.store(b.fadd(before, self._result(total, row, r)), place)
+            self._bf16_rows(row) if self._form == "bf16" else self._whole_rows(row)
 
-    def _result(self, total: Any, row: Any, r: int) -> Any:
+    def _whole_rows(self, row: Any) -> None:
+        """The products of a block of W."""
         b = self._b
-        y = self._sum(b.load(total, typ=self._floats))
-        if self._form == "int8":
-            # The weights were read as w + 128.
-            place = b.add(self._row_of_groups(r), self._groups())
-            y = b.fsub(y, b.fmul(self._load("sums", place, self._float), self._float(128.0)))
-            y = b.fmul(y, self._bfloat_at("scales", row))
-        return y if not self._biased else b.fadd(y, self._bfloat_at("bias", row))
+        fill = {"int8": self._sum_int8, "int4": self._sum_int4}[self._form]
+        totals = [self._variable(self._floats) for _ in range(self._rows)]
+        fill(row, totals)
+        for r, total in enumerate(totals):
+            y = b.load(total, typ=self._floats)
+            if self._form == "int8":
+                # The weights were read as w + 128.
+                part = b.fmul(self._of_group("sums", r, self._groups()), self._float(128.0))
+                y = b.fmul(b.fsub(y, self._splat(part)), self._bfloats("scales", row))
+            if self._biased:
+                y = b.fadd(y, self._bfloats("bias", row))
+            place = self._at("y", b.add(b.mul(self._long(r), self._size("n")), row), self._float)
+            before = b.load(place, typ=self._floats, align=4)
+            none = self._ir.Constant(self._floats, None)
+            b.store(b.fadd(b.select(self._adds(), before, none), y), place, align=4)
+
+    def _adds(self) -> Any:
+        return self._b.icmp_signed("!=", self._size("adds"), self._long(0))
+
+    def _bf16_rows(self, row: Any) -> None:
+        b, long = self._b, self._long
+        rows = [b.add(row, long(i)) for i in range(self._at_once)]
+        totals = [[self._variable(self._floats) for _ in rows] for _ in range(self._rows)]
+        self._sum_bf16(rows, totals)
+        for r, of_x in enumerate(totals):
+            for row, total in zip(rows, of_x, strict=True):
+                place = self._at("y", b.add(b.mul(long(r), self._size("n")), row), self._float)
+                before = b.select(self._adds(), b.load(place, typ=self._float), self._float(0.0))
+                y = self._sum(b.load(total, typ=self._floats))
+                y = b.fadd(y, self._bfloat_at("bias", row)) if self._biased else y
+                b.store(b.fadd(before, y), place)
 
     def _bfloat_at(self, name: str, index: Any) -> Any:
         """A number in bfloat16, as a float."""
@@ -223,11 +255,8 @@ class Code(host_code.Code):
 
     def _weights(self, at: Any, kind: Any) -> Any:
         """Reads 64 bytes of W, and begins to read the same bytes of the rows that follow."""
-        b = self._b
-        ahead = b.mul(self._size("k"), self._long(self._at_once))
-        if self._form == "int4":
-            ahead = b.sdiv(ahead, self._long(2))
-        self._fetch("weight", b.add(at, ahead), kind.element)
+        ahead = self._b.mul(self._size("k"), self._long(self._at_once))
+        self._fetch("weight", self._b.add(at, ahead), kind.element)
         return self._load("weight", at, kind)
 
     def _products_of_bf16(self, total: Any, w: Any, x: Any) -> Any:
@@ -241,72 +270,67 @@ class Code(host_code.Code):
         total = self._fma(self._low_halves(w), self._low_halves(x), total)
         return self._fma(self._high_halves(w), self._high_halves(x), total)
 
-    def _sum_int8(self, rows: list[Any], totals: list[list[Any]]) -> None:
-        b, long, bytes_ = self._b, self._long, self._vector(self._byte, 64)
-        k = self._size("k")
-        flip = self._ir.Constant(bytes_, [-128] * 64)
+    def _sum_int8(self, row: Any, totals: list[Any]) -> None:
+        b, long = self._b, self._long
+        begin = b.mul(row, self._size("k"))
+        flip = self._ir.Constant(self._vector(self._byte, 64), [-128] * 64)
         with self._loop(long(0), self._groups(), 1) as group:
+            whole = [self._variable(self._words) for _ in totals]
             first = b.mul(group, long(self._group))
-            ws = [
-                [
-                    b.xor(self._weights(b.add(begin, long(i)), bytes_), flip)
-                    for i in range(0, self._group, 64)
-                ]
-                for begin in (b.add(b.mul(row, k), first) for row in rows)
-            ]
-            for r, of_x in enumerate(totals):
-                step = self._load("steps", b.add(self._row_of_groups(r), group), self._float)
-                for its, total in zip(ws, of_x, strict=True):
-                    self._add(total, self._dot_of_group(its, group, r), step)
+            with self._loop(first, b.add(first, long(self._group)), 64) as at:
+                for i in range(0, 64, 4):
+                    column = b.add(at, long(i))
+                    w = self._next_weights(b.add(begin, b.mul(column, long(LANES))))
+                    self._add_dots(whole, b.xor(w, flip), column)
+            for r, (its, total) in enumerate(zip(whole, totals, strict=True)):
+                step = self._splat(self._of_group("steps", r, group))
+                numbers = b.sitofp(b.load(its, typ=self._words), self._floats)
+                b.store(self._fma(numbers, step, b.load(total, typ=self._floats)), total)
 
-    def _sum_int4(self, rows: list[Any], totals: list[list[Any]]) -> None:
+    def _sum_int4(self, row: Any, totals: list[Any]) -> None:
         b, long, bytes_ = self._b, self._long, self._vector(self._byte, 64)
         low, four = (self._ir.Constant(bytes_, [number] * 64) for number in (15, 4))
         groups, half = self._groups(), b.sdiv(self._size("k"), long(2))
+        begin, of_scales = b.mul(row, half), b.mul(row, groups)
         with self._loop(long(0), groups, 2) as group:
-            packed, scales = [], []
-            for row in rows:
-                first = b.add(b.mul(row, half), b.mul(group, long(self._group // 2)))
-                packed.append(
-                    [
-                        self._weights(b.add(first, long(i)), bytes_)
-                        for i in range(0, self._group, 64)
-                    ]
-                )
-                place = b.add(b.mul(row, groups), group)
-                scales.append(self._load("scales", place, self._vector(self._word, 2)))
-            for which in range(2):
-                its = b.add(group, long(which))
-                ws = [[b.and_(p, low) if which else b.lshr(p, four) for p in ps] for ps in packed]
-                of_ws = [
-                    b.bitcast(
-                        b.shl(b.extract_element(pair, self._word(which)), self._word(16)),
-                        self._float,
-                    )
-                    for pair in scales
-                ]
-                for r, of_x in enumerate(totals):
-                    step = self._load("steps", b.add(self._row_of_groups(r), its), self._float)
-                    for w, scale, total in zip(ws, of_ws, of_x, strict=True):
-                        self._add(total, self._dot_of_group(w, its, r), b.fmul(scale, step))
-        # Minus the zero points' part, for 16 groups at a time.
-        with self._loop(long(0), groups, LANES) as group:
-            for i, row in enumerate(rows):
-                pairs = self._load("scales", b.add(b.mul(row, groups), group), self._words)
-                offset = b.fneg(b.fmul(self._low_halves(pairs), self._high_halves(pairs)))
-                for r, of_x in enumerate(totals):
-                    x = self._load("sums", b.add(self._row_of_groups(r), group), self._floats)
-                    b.store(self._fma(offset, x, b.load(of_x[i], typ=self._floats)), of_x[i])
+            whole = [[self._variable(self._words) for _ in totals] for _ in range(2)]
+            first = b.mul(group, long(self._group))
+            start = b.add(begin, b.mul(first, long(LANES // 2)))
+            with self._loop(long(0), long(self._group), 64) as at:
+                for i in range(0, 64, 4):
+                    column = b.add(at, long(i))
+                    w = self._next_weights(b.add(start, b.mul(column, long(LANES))))
+                    column = b.add(first, column)
+                    self._add_dots(whole[0], b.lshr(w, four), column)
+                    column = b.add(column, long(self._group))
+                    self._add_dots(whole[1], b.and_(w, low), column)
+            for which, sums in enumerate(whole):
+                at = b.add(group, long(which))
+                place = b.add(of_scales, b.mul(at, long(LANES)))
+                pairs = self._load("scales", place, self._words)
+                scale, zero = self._low_halves(pairs), b.fneg(self._high_halves(pairs))
+                for r, (its, total) in enumerate(zip(sums, totals, strict=True)):
+                    step, of_x = (self._splat(self._of_group(n, r, at)) for n in ("steps", "sums"))
+                    numbers = b.sitofp(b.load(its, typ=self._words), self._floats)
+                    y = self._fma(numbers, step, b.fmul(zero, of_x))
+                    b.store(self._fma(y, scale, b.load(total, typ=self._floats)), total)
 
-    def _dot_of_group(self, ws: list[Any], group: Any, r: int) -> Any:
-        """Returns 16 whole numbers, whose sum is the product of a group of row ``r`` with ``ws``, unsigned bytes."""
-        b, long = self._b, self._long
-        total = self._ir.Constant(self._words, None)
-        first = b.add(b.mul(long(r), self._size("k")), b.mul(group, long(self._group)))
-        for i, w in enumerate(ws):
-            x = self._load("rounded", b.add(first, long(64 * i)), w.type)
-            total = self._dot(total, w, x)
-        return total
+    def _next_weights(self, at: Any) -> Any:
+        """Reads 64 bytes of W, and begins to read what follows. LLVM moves no product across the latter: it would make
+        long chains of sums, each of which waits for the one before."""
+        self._fetch("weight", self._b.add(at, self._long(_AHEAD)), self._byte)
+        return self._load("weight", at, self._vector(self._byte, 64))
+
+    def _add_dots(self, whole: list[Any], w: Any, column: Any) -> None:
+        """Adds the products of four columns of 16 rows of W, unsigned bytes, with those of the rows of x."""
+        b, k = self._b, self._size("k")
+        for r, total in enumerate(whole):
+            place = self._at("rounded", b.add(b.mul(self._long(r), k), column), self._byte)
+            x = b.bitcast(self._splat(b.load(place, typ=self._word, align=1)), w.type)
+            b.store(self._dot(b.load(total, typ=self._words), w, x), total)
+
+    def _of_group(self, name: str, r: int, group: Any) -> Any:
+        return self._load(name, self._b.add(self._row_of_groups(r), group), self._float)
 
     def _round(self) -> None:
         """Rounds each group of x to int8: ``steps`` are the scales, ``sums`` the scaled sums, the row's sum last."""
@@ -389,12 +413,6 @@ class Code(host_code.Code):
         return self._b.shuffle_vector(
             vector, self._ir.Constant(vector.type, self._ir.Undefined), places
         )
-
-    def _add(self, total: Any, whole: Any, scale: Any) -> None:
-        """Adds ``whole`` * ``scale`` to the floats of ``total``."""
-        b = self._b
-        numbers = b.sitofp(whole, self._floats)
-        b.store(self._fma(numbers, self._splat(scale), b.load(total, typ=self._floats)), total)
 
     def _groups(self) -> Any:
         return self._b.sdiv(self._size("k"), self._long(self._group))

@@ -259,6 +259,11 @@ class Code:
         near = b.select(b.fcmp_unordered("uno", x, x), nan, near)
         return b.trunc(near, self._vector(self._half))
 
+    def _bfloats(self, name: str, index: Any) -> Any:
+        """16 numbers in bfloat16 from element ``index``, as floats."""
+        bits = self._load(name, index, self._vector(self._half))
+        return self._low_halves(self._b.zext(bits, self._words))
+
     def _low_halves(self, words: Any) -> Any:
         """The bfloat16 numbers with even places, as floats."""
         shift = self._ir.Constant(self._words, [16] * LANES)

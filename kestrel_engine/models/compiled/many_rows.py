@@ -24,13 +24,14 @@ SUMS = 1 << 21
 MOST_COLUMNS = 1 << 17
 """Of a weight: a sum of more products of two bytes may exceed 32 bits."""
 
-_Kind = Literal["round", "scale", "gelu", "unpack"]
+_Kind = Literal["round", "scale", "gelu", "int4", "int8"]
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `product` multiplies ``x`` [..., K] with ``weight``, in the form ``int8`` or ``int4`` of `few_rows`."""
+    """Whether `product` multiplies ``x`` [..., K] with ``weight``: int8 [N, K], or in blocks as of `few_rows`."""
+    fits = few_rows.is_in_blocks(weight) or (weight.dtype == torch.int8 and weight.dim() == 2)
     return (
-        few_rows.stored_form(weight) in ("int8", "int4")
+        fits
         and weight.shape[0] % LANES == x.shape[-1] % LANES == 0
         and x.shape[-1] <= MOST_COLUMNS
         and _compiles(x)
@@ -53,8 +54,8 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     for first in range(0, n, columns):
         some = slice(first, first + columns)
         its, own = weight[some], scales[some]
-        if weight.dtype == torch.uint8:
-            its, own = _unpacked(its, own)
+        if few_rows.is_in_blocks(weight):
+            its, own = _unpacked(its, own, k)
         sums = torch._int_mm(rounded, its.t())
         pointers = (own.data_ptr(), bias[some].data_ptr())
         place = y.data_ptr() + first * y.element_size()
@@ -63,12 +64,13 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     return y
 
 
-def _unpacked(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns an int4 weight in int8 [N, K], and its scales [N] in bfloat16."""
-    n, k = len(weight), 2 * weight.shape[-1]
-    y, steps = torch.empty(n, k, dtype=torch.int8), scales.new_empty(n)
+def _unpacked(weight: Tensor, scales: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Returns a weight in blocks as int8 [N, K], and its scales [N] in bfloat16."""
+    n, is_int4 = len(weight), weight.dtype == torch.uint8
+    y, steps = torch.empty(n, k, dtype=torch.int8), scales.new_empty(n) if is_int4 else scales
     pointers = (weight.data_ptr(), y.data_ptr(), steps.data_ptr(), scales.data_ptr())
-    _compiled("unpack")(*pointers, 0, n, k, k // scales.shape[1])
+    group = k // scales.shape[1] if is_int4 else k
+    _compiled("int4" if is_int4 else "int8")(*pointers, 0, n // LANES, k, group)
     return y, steps
 
 
@@ -99,14 +101,15 @@ def _compiled(kind: _Kind) -> Callable[..., None]:
 
 
 class _Code(host_code.Code):
-    """Each thread computes its rows. ``stride``: the numbers between two rows of ``y``, or those of a group."""
+    """Each thread computes its rows, or blocks of 16. ``stride``: the numbers between two rows of ``y``, or those of a
+    group."""
 
     arguments = "x", "y", "steps", "scales", "bias", "rows", "columns", "stride"
 
     def __init__(self, kind: _Kind) -> None:
         super().__init__(f"many_rows_{kind}")
         works = {"round": self._round, "scale": self._scale, "gelu": self._bend}
-        self._work = (works | {"unpack": self._unpack})[kind]
+        self._work = (works | {"int4": self._unpack_int4, "int8": self._unpack_int8})[kind]
 
     def _share(self) -> None:
         first, end = self._part(self._size("rows"))
@@ -156,58 +159,101 @@ class _Code(host_code.Code):
         with self._loop(begin, b.add(begin, columns), LANES) as at:
             self._store_bfloats(self._gelu(self._bfloats("x", at)), at)
 
-    def _unpack(self, row: Any) -> None:
-        """Each group has a table of its 16 numbers in int8, from which its weights are looked up."""
-        b, long, size = self._b, self._long, self._size("stride")
-        groups = b.sdiv(self._size("columns"), size)
-        begin = b.mul(row, groups)
-        one = (self._floats, self._floats)
-        absolute, rint = (self._known(f"llvm.{name}.v16f32", *one) for name in ("fabs", "rint"))
-        larger = self._known("llvm.maximum.v16f32", *one, self._floats)
-        largest = self._known("llvm.vector.reduce.fmaximum.v16f32", self._float, self._floats)
-        low, high, most = (self._splat(self._float(number)) for number in (-127, 127, 15))
-        top = self._variable(self._floats)
-        with self._loop(begin, b.add(begin, groups), LANES) as group:
-            scale, zero = self._scales_of(self._load("scales", group, self._words))
-            reach = b.call(larger, [b.fsub(most, zero), b.call(absolute, [zero])])
-            reach = b.call(absolute, [b.fmul(scale, reach)])
-            b.store(b.call(larger, [b.load(top, typ=self._floats), reach]), top)
-        step = b.fdiv(b.call(largest, [b.load(top, typ=self._floats)]), self._float(127.0))
-        narrow = self._to_bfloat(self._splat(step))
-        b.store(b.extract_element(narrow, self._word(0)), self._at("steps", row, self._half))
-        step = b.extract_element(self._low_halves(b.zext(narrow, self._words)), self._word(0))
-        inverse = b.fdiv(self._float(1.0), step)
-        inverse = b.select(b.fcmp_ordered(">", step, self._float(1e-30)), inverse, self._float(0.0))
+    def _unpack_int8(self, block: Any) -> None:
+        b, columns = self._b, self._size("columns")
+        start = b.mul(block, b.mul(columns, self._long(LANES)))
+        with self._loop(self._long(0), columns, 64) as at:
+            rows = self._rows(b.add(start, b.mul(at, self._long(LANES))))
+            for i, row in enumerate(rows):
+                place = b.add(b.add(start, b.mul(columns, self._long(i))), at)
+                b.store(row, self._at("y", place, self._byte), align=1)
+
+    def _unpack_int4(self, block: Any) -> None:
+        """Each group of a row has a table of its 16 numbers in int8, from which its weights are looked up."""
+        b, long, size, columns = self._b, self._long, self._size("stride"), self._size("columns")
+        groups = b.sdiv(columns, size)
+        begin, begin_scales = (b.mul(b.mul(block, long(LANES)), n) for n in (columns, groups))
         numbers = self._ir.Constant(self._floats, list(map(float, range(LANES))))
         bytes_, places = self._vector(self._byte, 64), list(range(LANES)) * 4
         places = self._ir.Constant(self._vector(self._word, 64), places)
         four, nibble = (self._ir.Constant(bytes_, [number] * 64) for number in (4, 15))
+        low, high = (self._splat(self._float(number)) for number in (-127, 127))
+        rint = self._known("llvm.rint.v16f32", self._floats, self._floats)
         look_up = self._known("llvm.x86.avx512.pshuf.b.512", *[bytes_] * 3)
+        inverses = self._inverses(block, begin_scales, groups)
+        with b.goto_entry_block():
+            tables = b.alloca(bytes_, 2 * LANES)
         with self._loop(long(0), groups, 2) as group:
-            tables = []
-            for which in range(2):
-                at = b.add(begin, b.add(group, long(which)))
-                scale, zero = self._scales_of(self._splat(self._load("scales", at, self._word)))
+            with self._loop(long(0), long(2 * LANES), 1) as i:
+                at = b.add(begin_scales, b.add(b.mul(group, long(LANES)), i))
+                pair = self._splat(self._load("scales", at, self._word))
+                scale, zero = self._low_halves(pair), self._high_halves(pair)
+                inverse = b.extract_element(inverses, b.and_(i, long(LANES - 1)))
                 y = b.fmul(b.fsub(numbers, zero), b.fmul(scale, self._splat(inverse)))
                 y = b.select(b.fcmp_ordered(">", y, low), y, low)
                 y = b.call(rint, [b.select(b.fcmp_ordered("<", y, high), y, high)])
                 y = b.trunc(b.fptosi(y, self._words), self._vector(self._byte))
-                tables.append(b.shuffle_vector(y, y, places))
-            start = b.mul(b.add(begin, group), size)
+                table = b.gep(tables, [i], source_etype=bytes_)
+                b.store(b.shuffle_vector(y, y, places), table)
+            first = b.mul(group, size)
+            start = b.add(b.sdiv(begin, long(2)), b.mul(first, long(LANES // 2)))
             with self._loop(long(0), size, 64) as at:
-                pairs = self._load("x", b.add(b.sdiv(start, long(2)), at), bytes_)
-                nibbles = b.lshr(pairs, four), b.and_(pairs, nibble)
-                for which in range(2):
-                    place = b.add(b.add(start, b.mul(size, long(which))), at)
-                    found = b.call(look_up, [tables[which], nibbles[which]])
-                    b.store(found, self._at("y", place, self._byte), align=1)
+                rows = self._rows(b.add(start, b.mul(at, long(LANES))))
+                for i, row in enumerate(rows):
+                    place = b.add(b.add(begin, b.mul(columns, long(i))), b.add(first, at))
+                    for which, found in enumerate((b.lshr(row, four), b.and_(row, nibble))):
+                        table = b.gep(tables, [long(which * LANES + i)], source_etype=bytes_)
+                        found = b.call(look_up, [b.load(table, typ=bytes_), found])
+                        at_y = b.add(place, b.mul(size, long(which)))
+                        b.store(found, self._at("y", at_y, self._byte), align=1)
 
-    def _scales_of(self, pairs: Any) -> tuple[Any, Any]:
-        return self._low_halves(pairs), self._high_halves(pairs)
+    def _inverses(self, block: Any, begin: Any, groups: Any) -> Any:
+        """Stores the steps of 16 rows, which reach the numbers farthest from zero. Returns one over each."""
+        b, long = self._b, self._long
+        absolute = self._known("llvm.fabs.v16f32", self._floats, self._floats)
+        larger = self._known("llvm.maximum.v16f32", *[self._floats] * 3)
+        top, most = self._variable(self._floats), self._splat(self._float(15.0))
+        with self._loop(long(0), groups, 1) as group:
+            at = b.add(begin, b.mul(group, long(LANES)))
+            pairs = self._load("scales", at, self._words)
+            scale, zero = self._low_halves(pairs), self._high_halves(pairs)
+            reach = b.call(larger, [b.fsub(most, zero), b.call(absolute, [zero])])
+            reach = b.call(absolute, [b.fmul(scale, reach)])
+            b.store(b.call(larger, [b.load(top, typ=self._floats), reach]), top)
+        steps = b.fdiv(b.load(top, typ=self._floats), self._splat(self._float(127.0)))
+        steps = self._to_bfloat(steps)
+        place = self._at("steps", b.mul(block, long(LANES)), self._half)
+        b.store(steps, place, align=2)
+        steps = self._low_halves(b.zext(steps, self._words))
+        above = b.fcmp_ordered(">", steps, self._splat(self._float(1e-30)))
+        none = self._ir.Constant(self._floats, None)
+        return b.select(above, b.fdiv(self._splat(self._float(1.0)), steps), none)
 
-    def _bfloats(self, name: str, index: Any) -> Any:
-        bits = self._load(name, index, self._vector(self._half))
-        return self._low_halves(self._b.zext(bits, self._words))
+    def _rows(self, start: Any) -> list[Any]:
+        """64 bytes of each row of a block: turns 16 vectors, each of which has 4 bytes of each row."""
+        found = []
+        for i in range(LANES):
+            place = self._at("x", self._b.add(start, self._long(64 * i)), self._byte)
+            found.append(self._b.load(place, typ=self._words, align=1))
+        words, doubles = (
+            [[4 * i + n for i in range(4) for n in each] for each in pair]
+            for pair in (([0, 16, 1, 17], [2, 18, 3, 19]), ([0, 1, 16, 17], [2, 3, 18, 19]))
+        )
+        quarters = [[8 * i + n + m for i in range(4) for n in range(4)] for m in (0, 4)]
+        rows, fours = [self._ir.Constant(self._words, None)] * LANES, []
+        for i in range(0, LANES, 4):
+            (a, b), (c, d) = (self._both(found[j], found[j + 1], words) for j in (i, i + 2))
+            fours.append([*self._both(a, c, doubles), *self._both(b, d, doubles)])
+        for i, (w, x, y, z) in enumerate(zip(*fours, strict=True)):
+            halves = self._both(w, x, quarters), self._both(y, z, quarters)
+            for j, (low, high) in enumerate(zip(*halves, strict=True)):
+                rows[4 * j + i], rows[4 * j + i + 8] = self._both(low, high, quarters)
+        return [self._b.bitcast(row, self._vector(self._byte, 64)) for row in rows]
+
+    def _both(self, a: Any, b: Any, places: Any) -> list[Any]:
+        """Two vectors of words from ``places`` of both."""
+        masks = (self._ir.Constant(self._words, each) for each in places)
+        return [self._b.shuffle_vector(a, b, mask) for mask in masks]
 
     def _store_bfloats(self, x: Any, index: Any) -> None:
         self._b.store(self._to_bfloat(x), self._at("y", index, self._half), align=2)

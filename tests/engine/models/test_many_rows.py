@@ -28,6 +28,13 @@ def case(rows, n, k):
     return x.bfloat16(), weight, scales, torch.randn(n).bfloat16()
 
 
+def packed(weight, scales):
+    tensors = {"a.weight": weight, "a.scale": scales}
+    weight_only.pack_for_cpu(tensors)
+    assert tensors["a.weight"].dim() == 3
+    return tensors["a.weight"], tensors["a.scale"]
+
+
 def rounded(x):
     step = x.float().abs().amax(-1, keepdim=True) / 127
     return (x.float() / step).round() * step
@@ -59,22 +66,37 @@ def test_products_are_those_of_the_rounded_rows_some_columns_at_a_time(n, k, mon
 def test_weights_in_4_bits_are_rounded_to_int8_some_rows_at_a_time(monkeypatch):
     rows, n, k = FEW_ROWS + 5, 80, 2048
     monkeypatch.setattr(many_rows, "SUMS", 64 * rows)
+    monkeypatch.setattr(few_rows, "SMALL", 0)
     x, _, _, bias = case(rows, n, k)
     wide = torch.randn(n, k) * torch.logspace(-2, 0, n).unsqueeze(1)
     wide[1], wide[2, :128] = 0, 9
     weight, scales = round_to_groups(wide)
     scales[3, 5] = torch.tensor([-0.3, 17.0])
-    exact, weight = widened(weight, scales, torch.float32), weight.unsqueeze(1)
-    whole, steps = many_rows._unpacked(weight, scales)
+    exact = widened(weight, scales, torch.float32)
+    weight, scales = packed(weight, scales)
+    whole, steps = many_rows._unpacked(weight, scales, k)
     found = whole.float() * steps.float().unsqueeze(1)
     assert ((found - exact).abs() <= 0.51 * steps.float().unsqueeze(1)).all()
     assert (steps.float() <= exact.abs().amax(-1) / 127 * 1.2 + 1e-30).all()
     wanted = F.linear(rounded(x), found, bias.float())
     error = (product(x, weight, scales, bias).float() - wanted).norm(dim=-1)
     assert (error < 0.004 * wanted.norm(dim=-1)).all()
-    scales[4, 7, 0] = torch.nan
+    scales.view(n // 16, -1, 16, 2)[0, 7, 4] = torch.nan
     found = product(x, weight, scales, bias)
     assert found[:, 4].isnan().all() and found[:, 5:].isfinite().all()
+
+
+@compiled
+@torch.inference_mode()
+@pytest.mark.parametrize("here", [True, False])
+def test_weights_in_blocks_have_the_product_of_those_in_rows(here, monkeypatch):
+    monkeypatch.setattr(few_rows, "SMALL", 0)
+    monkeypatch.setattr(weight_only, "WIDENED", 32 * 512)
+    x, weight, scales, bias = case(FEW_ROWS + 1, 48, 512)
+    blocks = packed(weight, scales)
+    if not here:
+        monkeypatch.setattr(host_code, "features", dict)
+    assert torch.equal(product(x, *blocks, bias), product(x, weight, scales, bias))
 
 
 @compiled
