@@ -33,7 +33,6 @@ class Prompt:
     start: index of the first id that the model must produce itself.
     """
 
-    skill: str
     ids: list[int] = field(default_factory=list)
     values: list[tuple[float, float]] = field(default_factory=list)
     start: int = 0
@@ -77,7 +76,7 @@ class PromptWriter:
 
     def open(self, skill: str, words: str, refs: tuple[tuple[float, ...], ...] = ()) -> Prompt:
         """A request without its result. words: the question, the object, or a caption's length."""
-        prompt = Prompt(skill)
+        prompt = Prompt()
         if skill == "caption":
             prompt.text(list(self._templates.caption[words]))
         else:

@@ -170,7 +170,7 @@ def _continue(model: Learner, image: torch.Tensor, ids: list[int], most: int) ->
     """The greedy continuation of a prompt by the reference, without its end token, by whole passes."""
     said: list[int] = []
     while len(said) < most:
-        prompt = Prompt("query")
+        prompt = Prompt()
         prompt.text([*ids, *said, 0])
         prompt.start = len(ids) + len(said)
         (token,) = _follow(model, image, prompt)[0]

@@ -66,14 +66,10 @@ def quantised(state: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor
 
 def load_quantised(folder: Path) -> dict[str, dict[str, Tensor]]:
     """Float32 weights of a checkpoint that may be quantised."""
-    found = {}
-    for name, part in load(folder).items():
-        found[name] = {
-            key: tensor.float() * part[key + _SCALE] if key + _SCALE in part else tensor.float()
-            for key, tensor in part.items()
-            if not key.endswith(_SCALE)
-        }
-    return found
+    return {
+        name: {k: t.float() * part.get(k + _SCALE, 1) for k, t in part.items() if not k.endswith(_SCALE)}
+        for name, part in load(folder).items()
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

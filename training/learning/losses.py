@@ -61,26 +61,20 @@ class PageHelper(nn.Module):
         targets = torch.split(batch.characters.long(), SLOTS, -1)
         # Most objects have no label, so this loss counts none of them.
         for logits, target, share, none in zip(texts, targets, HELP_READ, (1, 1, 0), strict=True):
-            found = F.cross_entropy(
-                logits.flatten(0, 2).float(), target.flatten(), reduction="none"
-            )
-            weight = torch.where(target > 0, 1.0, none * empty[:, None, None]).flatten()
-            characters = characters + share * (found * weight).sum() / weight.sum().clamp_min(1e-3)
-        weight = torch.where(batch.labels > 0, 1.0, empty[:, None]).flatten()
-        labels = batch.labels.flatten()
-        found = F.cross_entropy(label.flatten(0, 1).float(), labels, reduction="none")
-        objects = (found * weight).sum() / weight.sum().clamp_min(1e-3)
-        known = batch.colours.flatten().clamp_min(0)
-        has_colour = (batch.colours.flatten() != NO_COLOUR).float()
-        found = F.cross_entropy(colour.flatten(0, 1).float(), known, reduction="none")
-        objects = objects + 0.5 * (found * has_colour).sum() / has_colour.sum().clamp_min(1)
+            weight = torch.where(target > 0, 1.0, none * empty[:, None, None])
+            characters = characters + share * weighted(surprise(logits, target), weight, 1e-3)
+        weight = torch.where(batch.labels > 0, 1.0, empty[:, None])
+        objects = weighted(surprise(label, batch.labels), weight, 1e-3)
+        has_colour = (batch.colours != NO_COLOUR).float()
+        known = surprise(colour, batch.colours.clamp_min(0))
+        objects = objects + 0.5 * weighted(known, has_colour)
         there = (batch.labels > 0).float()
         side = int(image.shape[1] ** 0.5)
         at = (torch.arange(side, device=image.device) + 0.5) / side
         cy, cx = (c.flatten() for c in torch.meshgrid(at, at, indexing="ij"))
         true = (batch.boxes - torch.stack((cx, cy, cx, cy), -1)) * 8
         error = F.smooth_l1_loss(box.float(), true, reduction="none", beta=0.1).sum(-1)
-        return characters, objects + (error * there).sum() / there.sum().clamp_min(1)
+        return characters, objects + weighted(error, there)
 
 
 def soft_cross_entropy(logits: Tensor, target: Tensor, sigma: Tensor | float) -> Tensor:
@@ -90,9 +84,15 @@ def soft_cross_entropy(logits: Tensor, target: Tensor, sigma: Tensor | float) ->
     return -(label * logits.float().log_softmax(-1)).sum(-1)
 
 
-def mean_of_known(losses: Tensor, known: Tensor) -> Tensor:
-    """The mean of ``losses`` [N] where ``known`` [N]."""
-    return (losses * known).sum() / known.sum().clamp_min(1)
+def surprise(logits: Tensor, target: Tensor) -> Tensor:
+    """The cross-entropy of each of ``target`` [...] by ``logits`` [..., classes]."""
+    flat = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="none")
+    return flat.view_as(target)
+
+
+def weighted(losses: Tensor, weights: Tensor, least: float = 1) -> Tensor:
+    """The mean of ``losses`` by ``weights`` of the same shape, whose sum counts as ``least`` or more."""
+    return (losses * weights).sum() / weights.sum().clamp_min(least)
 
 
 @dataclass(frozen=True)
@@ -123,19 +123,16 @@ def loss_of(
     out: Outputs, batch: Batch, helper: PageHelper, progress: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The training loss at ``progress`` [] 0..1 of the whole plan, and its parts."""
-    words = F.cross_entropy(out.text.float(), batch.next_id.flatten(), reduction="none")
-    weights = batch.weight.flatten()
-    text = (words * weights).sum() / weights.sum()
+    words = surprise(out.text, batch.next_id)
+    text = weighted(words, batch.weight, 0)
     sigma = SIGMA_END + (SIGMA_START - SIGMA_END) * (1 - progress / SIGMA_UNTIL).clamp_min(0)
     places, extents = batch.next_coord.flatten(), batch.next_size.flatten()
-    coord = mean_of_known(soft_cross_entropy(out.coord, places, sigma), places != NOTHING)
+    coord = weighted(soft_cross_entropy(out.coord, places, sigma), places != NOTHING)
     size = soft_cross_entropy(out.size.flatten(0, 1), extents, sigma)
-    size = mean_of_known(size, extents != NOTHING)
+    size = weighted(size, extents != NOTHING)
     characters, objects = helper(out.image, batch)
     share = HELP_START + (HELP_END - HELP_START) * (progress / 0.4).clamp_max(1)
     total = text + COORD_WEIGHT * coord + SIZE_WEIGHT * size + share * (characters + objects)
-    rows = (words * weights).detach().view_as(batch.weight).sum(1) / batch.weight.sum(1).clamp_min(
-        1e-3
-    )
+    rows = (words * batch.weight).detach().sum(1) / batch.weight.sum(1).clamp_min(1e-3)
     parts = {"rows": rows, "text": text, "coord": coord, "size": size}
     return total, {**parts, "characters": characters, "objects": objects}

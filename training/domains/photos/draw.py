@@ -7,7 +7,7 @@ import random
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
@@ -249,12 +249,8 @@ def _caption(things: Sequence[_Thing], noun: str, width: int) -> list[Ask]:
 
 def _near(others: list[str]) -> list[str]:
     """The photographs outside the list that look most like those in it."""
-    said = photographs()[0]
-    return [
-        name
-        for name in others
-        if name[1:] in said and said[name[1:]].group in ("produce", "clothes")
-    ]
+    near = {f"?{k}" for k, name in photographs()[0].items() if name.group in ("produce", "clothes")}
+    return [name for name in others if name in near]
 
 
 def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) -> Picture:
@@ -299,9 +295,4 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
     return Picture(np.asarray(ground), asks, marks, complete=noun == "emoji")
 
 
-def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
-    return _draw(rng, width, height, held, "photo")
-
-
-def draw_emoji(rng: random.Random, width: int, height: int, held: bool) -> Picture:
-    return _draw(rng, width, height, held, "emoji")
+draw, draw_emoji = partial(_draw, noun="photo"), partial(_draw, noun="emoji")
