@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from training.domains.picture import Ask
+from training.scenes import phrases
 from training.scenes.captions import place_of, short_caption
-from training.scenes.phrases import (
-    Phrase,
-    draw_absent,
-    draw_present,
-    fill,
-    name_of,
-    refer,
-    with_article,
-)
+from training.scenes.phrases import Phrase, draw_absent, draw_present, name_of, refer
 from training.scenes.scenes import MIN_SIZE_RATIO, Scene
 from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
 
 RELATION_GAP = 0.05  # least difference of two centres, as a share of the side
 EDGE_GAP = 0.03  # least lead of the outermost centre
 PLACE_GAP = 0.03  # least distance from the lines that divide the image into thirds
-
 
 Step = tuple[str, tuple[int, ...]]
 
@@ -51,7 +43,7 @@ Maker = Callable[[random.Random, Scene], Question | None]
 
 def _say(rng: random.Random, ways: str, **words: str) -> str:
     """Like fill(), sometimes without capital or mark, as people type."""
-    text = fill(rng, ways, **words)
+    text = phrases.fill(rng, ways, **words)
     if rng.random() < 0.2:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.15:
@@ -88,10 +80,11 @@ def count(rng: random.Random, scene: Scene) -> Question | None:
 
 def _singled_out(rng: random.Random, scene: Scene, by: str) -> tuple[int, Phrase] | None:
     """A shape that its ``by`` ("kind" or "colour"), perhaps with its style, tells from all others."""
-    options = []
-    for more in ((), ("style",)):
-        for i, s in enumerate(scene.shapes):
-            options.append((i, Phrase(**{name: getattr(s, name) for name in (by, *more)})))
+    options = [
+        (i, Phrase(**{name: getattr(s, name) for name in (by, *more)}))
+        for more in ((), ("style",))
+        for i, s in enumerate(scene.shapes)
+    ]
     options = [(i, phrase) for i, phrase in options if phrase.find(scene) == [i]]
     return rng.choice(options) if options else None
 
@@ -115,11 +108,11 @@ def shape(rng: random.Random, scene: Scene) -> Question | None:
     if found is None:
         return None
     index, phrase = found
-    adjective = phrase.words(rng).rsplit(" ", 1)[0]
     ways = (
         "What shape is the {p}?|Which shape is the {p}?|What is the shape of the {p}?|"
         "What kind of shape is the {p}?|Which shape is {a}?|What shape is {a}?|What is the {p}?"
     )
+    adjective = phrase.words(rng).rsplit(" ", 1)[0]
     text = _say(rng, ways, p=phrase.words(rng), a=adjective)
     return Question("shape", text, SHAPES[scene.shapes[index].kind], _step(phrase, [index]))
 
@@ -139,14 +132,13 @@ def presence(rng: random.Random, scene: Scene) -> Question | None:
         return Question("presence", text, "no" if scene.shapes else "yes", steps)
     if u < 0.09:
         noun = rng.choice(FOREIGN_NOUNS)
-        text = _say(rng, _PRESENCE, one=with_article(noun), many=noun + "s")
+        text = _say(rng, _PRESENCE, one=phrases.with_article(noun), many=noun + "s")
         return Question("presence", text, "no", ((noun, ()),))
     phrase = draw_absent(rng, scene) if u < 0.55 else draw_present(rng, scene)
     if phrase is None:
         return None
-    one = with_article(phrase.words(rng))
-    text = _say(rng, _PRESENCE, one=one, many=phrase.words(rng, plural=True))
-    found = phrase.find(scene)
+    one, many = phrases.with_article(phrase.words(rng)), phrase.words(rng, plural=True)
+    text, found = _say(rng, _PRESENCE, one=one, many=many), phrase.find(scene)
     return Question("presence", text, "yes" if found else "no", _step(phrase, found))
 
 
@@ -218,8 +210,7 @@ def _about_one(rng: random.Random, scene: Scene, kind: str, index: int, word: st
         ways = "What {c} is the {w} {n}?|Which {c} does the {w} {n} have?|What is the {c} of the {w} {n}?"
         answer = COLOURS[found.colour]
     elif wanted == "shape":
-        ways = "What shape is the {w} {n}?|What shape is the {w} one?"
-        answer = SHAPES[found.kind]
+        ways, answer = "What shape is the {w} {n}?|What shape is the {w} one?", SHAPES[found.kind]
     else:
         ways = "What is the {w} {n}?|Which {n} is the {w}?|Which is the {w} {n}?"
         answer = name_of(found)
@@ -242,9 +233,8 @@ def extreme(rng: random.Random, scene: Scene) -> Question | None:
 def _clearly_larger(scene: Scene, a: int, b: int) -> bool:
     """Larger by the box and by the area alike."""
     first, second = scene.shapes[a], scene.shapes[b]
-    return (
-        first.extent > MIN_SIZE_RATIO * second.extent and first.area > MIN_SIZE_RATIO * second.area
-    )
+    ratios = first.extent / second.extent, first.area / second.area
+    return min(ratios) > MIN_SIZE_RATIO
 
 
 def size(rng: random.Random, scene: Scene) -> Question | None:
@@ -252,16 +242,13 @@ def size(rng: random.Random, scene: Scene) -> Question | None:
     if len(scene.shapes) < 2:
         return None
     largest = rng.random() < 0.5
-    ranked = sorted(range(len(scene.shapes)), key=lambda i: scene.shapes[i].extent, reverse=largest)
-    others = ranked[1:]
-    clear = all(
-        _clearly_larger(scene, ranked[0], i) if largest else _clearly_larger(scene, i, ranked[0])
-        for i in others
+    best, *others = sorted(
+        range(len(scene.shapes)), key=lambda i: scene.shapes[i].extent, reverse=largest
     )
-    if not clear:
+    if not all(_clearly_larger(scene, *((best, i) if largest else (i, best))) for i in others):
         return None
     word = rng.choice(("largest", "biggest") if largest else ("smallest",))
-    return _about_one(rng, scene, "size", ranked[0], word)
+    return _about_one(rng, scene, "size", best, word)
 
 
 def compare(rng: random.Random, scene: Scene) -> Question | None:
@@ -329,19 +316,13 @@ def pointed(rng: random.Random, scene: Scene) -> Question | None:
     if not scene.shapes:
         return None
     index = rng.randrange(len(scene.shapes))
-    found = scene.shapes[index]
-    if rng.random() < 0.6:
-        x, y = found.anchor
-        ref: tuple[float, ...] = (x / scene.width, y / scene.height)
-    else:
-        x0, y0, x1, y1 = found.box
-        ref = (x0 / scene.width, y0 / scene.height, x1 / scene.width, y1 / scene.height)
-    wanted = rng.choice(("name", "name", "colour", "shape"))
-    ways, answer = {
-        "name": ("What is this?|What is here?|What object is this?", name_of(found)),
-        "colour": ("What colour is this?|What color is this?", COLOURS[found.colour]),
-        "shape": ("What shape is this?|Which shape is this?", SHAPES[found.kind]),
-    }[wanted]
+    found, sides = scene.shapes[index], (scene.width, scene.height)
+    place: tuple[float, ...] = found.anchor if rng.random() < 0.6 else found.box
+    ref = tuple(v / sides[i % 2] for i, v in enumerate(place))
+    name = "What is this?|What is here?|What object is this?", name_of(found)
+    colour = "What colour is this?|What color is this?", COLOURS[found.colour]
+    shape = "What shape is this?|Which shape is this?", SHAPES[found.kind]
+    ways, answer = rng.choice((name, name, colour, shape))
     return Question("reference", _say(rng, ways), answer, ((name_of(found), (index,)),), (ref,))
 
 
@@ -365,11 +346,8 @@ def as_ask(scene: Scene, question: Question, skill: str = "query") -> Ask:
     """reasoning: what the answer is about is pointed at first."""
     sides = scene.width, scene.height
     refs = tuple(tuple(v * sides[i % 2] for i, v in enumerate(ref)) for ref in question.refs)
-    ask = Ask(skill, question.kind, question.text, question.answer, refs=refs)
-    if skill == "query":
-        return ask
-    shapes = scene.shapes
     steps = tuple(
-        (words, tuple(shapes[i].anchor for i in found)) for words, found in question.steps
+        (words, tuple(scene.shapes[i].anchor for i in found)) for words, found in question.steps
     )
-    return replace(ask, steps=steps)
+    steps = steps if skill == "reasoning" else ()
+    return Ask(skill, question.kind, question.text, question.answer, steps=steps, refs=refs)
