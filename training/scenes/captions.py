@@ -47,12 +47,8 @@ def short_caption(scene: Scene) -> str:
 
 def normal_caption(scene: Scene) -> str:
     """Every object by itself, left to right."""
-    amount = _amount(len(scene.shapes))
-    if not scene.shapes:
-        return f"The picture shows {amount}."
-    return (
-        f"The picture shows {amount}: {_series([with_article(name_of(s)) for s in scene.shapes])}."
-    )
+    each = f": {_series([with_article(name_of(s)) for s in scene.shapes])}" if scene.shapes else ""
+    return f"The picture shows {_amount(len(scene.shapes))}{each}."
 
 
 def long_caption(scene: Scene) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -95,15 +94,6 @@ def example(name: str, index: int) -> Example:
     return Example(name, index, scene, tuple(asks))
 
 
-def _format(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    u = rng.random()
-    if u < 0.1:
-        return ".png", {}
-    if u < 0.2:
-        return ".webp", {"Q": rng.randint(70, 95)}
-    return ".jpg", {"Q": rng.randint(60, 95)}
-
-
 def encode(found: Example) -> bytes:
     """The example's image as a JPEG (60..95), PNG or WebP file, some rescaled, blurred or noisy."""
     import pyvips
@@ -129,5 +119,10 @@ def encode(found: Example) -> bytes:
         array = image.numpy().astype(np.float32)
         array += generator.normal(0, rng.uniform(1, 10), array.shape).astype(np.float32)
         image = pyvips.Image.new_from_array(np.clip(np.round(array), 0, 255).astype(np.uint8))
-    suffix, options = _format(rng)
-    return bytes(image.copy(interpretation="srgb").write_to_buffer(suffix, **options))
+    u = rng.random()
+    suffix = (
+        ".png"
+        if u < 0.1
+        else f".{'webp' if u < 0.2 else 'jpg'}[Q={rng.randint(70 if u < 0.2 else 60, 95)}]"
+    )
+    return bytes(image.copy(interpretation="srgb").write_to_buffer(suffix))

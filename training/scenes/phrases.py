@@ -5,17 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from training.scenes import vocabulary as v
 from training.scenes.scenes import Scene, Shape
-from training.scenes.vocabulary import (
-    ANY_NOUNS,
-    COLOURS,
-    HELD_OUT,
-    PLURALS,
-    SHAPES,
-    STYLE_WORDS,
-    STYLES,
-    SYNONYMS,
-)
 
 
 def fill(rng: random.Random, ways: str, **words: str) -> str:
@@ -33,11 +24,8 @@ class Phrase:
     style: int | None = None
 
     def matches(self, shape: Shape) -> bool:
-        return (
-            (self.kind is None or self.kind == shape.kind)
-            and (self.colour is None or self.colour == shape.colour)
-            and (self.style is None or self.style == shape.style)
-        )
+        asked = (self.kind, shape.kind), (self.colour, shape.colour), (self.style, shape.style)
+        return all(mine is None or mine == its for mine, its in asked)
 
     def find(self, scene: Scene) -> list[int]:
         """Indices of the matching shapes, left to right."""
@@ -45,7 +33,7 @@ class Phrase:
 
     @property
     def held_out(self) -> bool:
-        return (self.colour, self.kind) in HELD_OUT
+        return (self.colour, self.kind) in v.HELD_OUT
 
     def plain(self, plural: bool = False) -> str:
         """The canonical words, as answers and reasoning use them."""
@@ -55,22 +43,22 @@ class Phrase:
         """The words as a user may say them."""
         parts = []
         if self.style is not None:
-            parts.append(rng.choice(STYLE_WORDS[self.style]) if rng else STYLES[self.style])
+            parts.append(rng.choice(v.STYLE_WORDS[self.style]) if rng else v.STYLES[self.style])
         if self.colour is not None:
-            parts.append(COLOURS[self.colour])
+            parts.append(v.COLOURS[self.colour])
         if self.kind is None:
-            noun = rng.choice(ANY_NOUNS) if rng else ANY_NOUNS[0]
+            noun = rng.choice(v.ANY_NOUNS) if rng else v.ANY_NOUNS[0]
         else:
-            noun = (SHAPES[self.kind], PLURALS[self.kind])
+            noun = (v.SHAPES[self.kind], v.PLURALS[self.kind])
             if rng and rng.random() < 0.15:
-                noun = SYNONYMS.get(SHAPES[self.kind], noun)
+                noun = v.SYNONYMS.get(v.SHAPES[self.kind], noun)
         parts.append(noun[plural])
         return " ".join(parts)
 
 
 def name_of(shape: Shape) -> str:
     """Canonical short name: "red circle"."""
-    return f"{COLOURS[shape.colour]} {SHAPES[shape.kind]}"
+    return f"{v.COLOURS[shape.colour]} {v.SHAPES[shape.kind]}"
 
 
 def article(words: str) -> str:
@@ -83,19 +71,11 @@ def with_article(words: str) -> str:
 
 def refer(rng: random.Random, scene: Scene, index: int) -> Phrase | None:
     """A phrase that means this shape alone, mostly by colour and kind; None if it has a twin."""
-    shape = scene.shapes[index]
-    options = [
-        Phrase(shape.kind, shape.colour),
-        Phrase(shape.kind, shape.colour),
-        Phrase(shape.kind, shape.colour, shape.style),
-        Phrase(shape.kind),
-        Phrase(None, shape.colour),
-    ]
+    kind, colour, style = (s := scene.shapes[index]).kind, s.colour, s.style
+    both = Phrase(kind, colour)
+    options = [both, both, Phrase(kind, colour, style), Phrase(kind), Phrase(None, colour)]
     rng.shuffle(options)
-    for phrase in options:
-        if phrase.find(scene) == [index]:
-            return phrase
-    return None
+    return next((phrase for phrase in options if phrase.find(scene) == [index]), None)
 
 
 def draw_present(rng: random.Random, scene: Scene) -> Phrase | None:
@@ -105,29 +85,19 @@ def draw_present(rng: random.Random, scene: Scene) -> Phrase | None:
     shape = rng.choice(scene.shapes)
     u = rng.random()
     style = shape.style if rng.random() < 0.12 else None
-    if u < 0.16:
-        return Phrase(style=style)
-    if u < 0.34:
-        return Phrase(kind=shape.kind, style=style)
-    if u < 0.54:
-        return Phrase(colour=shape.colour, style=style)
-    return Phrase(shape.kind, shape.colour, style)
+    kind = None if u < 0.16 or 0.34 <= u < 0.54 else shape.kind
+    return Phrase(kind, None if u < 0.34 else shape.colour, style)
 
 
 def draw_absent(rng: random.Random, scene: Scene) -> Phrase | None:
     """A phrase without a match, mostly built from what is there; never a pair that training holds out."""
     for _ in range(20):
         near = bool(scene.shapes) and rng.random() < 0.7
-        kind = rng.choice(scene.shapes).kind if near else rng.randrange(len(SHAPES))
+        kind = rng.choice(scene.shapes).kind if near else rng.randrange(len(v.SHAPES))
         colour = rng.choice(scene.shapes).colour if near else rng.randrange(scene.palette)
         u = rng.random()
         style = rng.randrange(3) if rng.random() < 0.08 else None
-        if u < 0.15:
-            phrase = Phrase(kind=kind, style=style)
-        elif u < 0.3:
-            phrase = Phrase(colour=colour, style=style)
-        else:
-            phrase = Phrase(kind, colour, style)
+        phrase = Phrase(None if 0.15 <= u < 0.3 else kind, None if u < 0.15 else colour, style)
         if not phrase.find(scene) and not phrase.held_out:
             return phrase
     return None

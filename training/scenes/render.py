@@ -44,38 +44,25 @@ def _heart(x: Tensor, y: Tensor) -> Tensor:
 
 def _arrow(x: Tensor, y: Tensor) -> Tensor:
     b = y.abs()
-    overlap = 0.1  # the shaft reaches into the head, so that no seam shows
-    shaft = torch.maximum(
-        torch.maximum(b - geo.ARROW_SHAFT, -1.0 - x), x - geo.ARROW_NECK - overlap
-    )
+    end = x - geo.ARROW_NECK - 0.1  # the shaft reaches into the head, so that no seam shows
+    shaft = torch.maximum(torch.maximum(b - geo.ARROW_SHAFT, -1.0 - x), end)
     side = _outside(x, b, (1.0, 0.0), (geo.ARROW_NECK, geo.ARROW_HEAD))
     return torch.minimum(shaft, torch.maximum(side, geo.ARROW_NECK - x))
 
 
 def distances(x: Tensor, y: Tensor, kind: Tensor) -> Tensor:
     """Signed distance in local units (negative inside) for each row's shape number ``kind``."""
-    r = torch.sqrt(x * x + y * y)
-    each = (
-        r - 1.0,
-        torch.maximum(x.abs(), y.abs()) - geo.SQUARE_HALF,
-        torch.maximum(
-            _outside(x.abs(), y, (0.0, geo.TRIANGLE_TOP), (1.0, geo.TRIANGLE_BASE)),
-            y - geo.TRIANGLE_BASE,
-        ),
-        (x.abs() / geo.DIAMOND_X + y.abs() / geo.DIAMOND_Y - 1.0)
-        * (geo.DIAMOND_X * geo.DIAMOND_Y / math.hypot(geo.DIAMOND_X, geo.DIAMOND_Y)),
-        _star(x, y),
-        _cross(x, y),
-        _heart(x, y),
-        torch.maximum(
-            r - geo.CRESCENT_OUTER,
-            geo.CRESCENT_INNER - torch.sqrt((x - geo.CRESCENT_OFFSET) ** 2 + y * y),
-        ),
-        _arrow(x, y),
-        torch.maximum(
-            torch.sqrt(x * x + (y - geo.SEMICIRCLE_Y) ** 2) - geo.SEMICIRCLE_R, y - geo.SEMICIRCLE_Y
-        ),
-    )
+    r, a = torch.sqrt(x * x + y * y), x.abs()
+    base, wide, high = geo.TRIANGLE_BASE, geo.DIAMOND_X, geo.DIAMOND_Y
+    triangle = torch.maximum(_outside(a, y, (0.0, geo.TRIANGLE_TOP), (1.0, base)), y - base)
+    diamond = (a / wide + y.abs() / high - 1.0) * (wide * high / math.hypot(wide, high))
+    inner = torch.sqrt((x - geo.CRESCENT_OFFSET) ** 2 + y * y)
+    crescent = torch.maximum(r - geo.CRESCENT_OUTER, geo.CRESCENT_INNER - inner)
+    low = y - geo.SEMICIRCLE_Y
+    semicircle = torch.maximum(torch.sqrt(x * x + low**2) - geo.SEMICIRCLE_R, low)
+    square = torch.maximum(a, y.abs()) - geo.SQUARE_HALF
+    each = (r - 1.0, square, triangle, diamond, _star(x, y), _cross(x, y), _heart(x, y), crescent,
+            _arrow(x, y), semicircle)  # fmt: skip
     result = each[0]
     for number, value in enumerate(each[1:], start=1):
         result = torch.where(kind == number, value, result)
@@ -96,9 +83,8 @@ def paint_background(scene: Scene) -> Tensor:
     b = scene.background
     x, y = _pixels(scene.width).view(1, -1), _pixels(scene.height).view(-1, 1)
     first, second = (_float(*rgb).view(3, 1, 1) for rgb in (b.first, b.second))
-    cos, sin, wave, wave_x, wave_y = _float(
-        math.cos(b.angle), math.sin(b.angle), b.wave, b.wave_x, b.wave_y
-    )
+    cos, sin = _float(math.cos(b.angle), math.sin(b.angle))
+    wave, wave_x, wave_y = _float(b.wave, b.wave_x, b.wave_y)
     reach = cos.abs() * scene.width + sin.abs() * scene.height
     t = ((x - scene.width / 2) * cos + (y - scene.height / 2) * sin) / reach + 0.5
     canvas: Tensor = first + (second - first) * t + wave * torch.sin(x * wave_x + y * wave_y)

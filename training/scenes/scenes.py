@@ -15,17 +15,12 @@ from functools import cached_property
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.types.model_config import VisionConfig
 from training.scenes.shapes import DEFAULT_TILT, LIMB, QUARTERS, TILT, geometry, unit_bounds
-from training.scenes.vocabulary import (
-    COLOUR_RANGES,
-    COLOURS,
-    HELD_OUT,
-    MAX_OBJECTS,
-    MEASURED_COLOURS,
-    SHAPES,
-)
+from training.scenes.vocabulary import COLOUR_RANGES, COLOURS, HELD_OUT, MEASURED_COLOURS, SHAPES
 
 Rgb = tuple[float, float, float]
+Box = tuple[float, float, float, float]
 
+MAX_OBJECTS = 12
 MIN_VIEW_PX = 24.0  # shorter side of an object in the tiled view
 MIN_GLOBAL_PX = 18.0  # and in the global crop
 MAX_FRACTION = 0.45  # longest side as a share of the image's
@@ -54,6 +49,10 @@ class View:
         return cls(width, height, (across / width, down / height), (side / width, side / height))
 
 
+def _sides(box: Box) -> tuple[float, float]:
+    return box[2] - box[0], box[3] - box[1]
+
+
 @dataclass(frozen=True)
 class Shape:
     """One object. ``angle`` in radians; ``rgb2`` fills the gaps of stripes; ``stroke`` and ``period`` in pixels."""
@@ -71,7 +70,7 @@ class Shape:
     period: float
 
     @cached_property
-    def box(self) -> tuple[float, float, float, float]:
+    def box(self) -> Box:
         """x0, y0, x1, y1 in image pixels."""
         x0, y0, x1, y1 = unit_bounds(self.kind, self.angle)
         r = self.radius
@@ -96,8 +95,7 @@ class Shape:
     @property
     def extent(self) -> float:
         """Geometric mean of the box sides."""
-        x0, y0, x1, y1 = self.box
-        return math.sqrt((x1 - x0) * (y1 - y0))
+        return math.sqrt(math.prod(_sides(self.box)))
 
 
 @dataclass(frozen=True)
@@ -155,6 +153,12 @@ def draw_colour(rng: random.Random, colour: int) -> Rgb:
     return colorsys.hsv_to_rgb(hue, rng.uniform(s0, s1), rng.uniform(v0, v1))
 
 
+def _mix(rgb: Rgb, other: Rgb, share: float) -> Rgb:
+    """The colour, and this share of the way to the other one."""
+    r, g, b = (a + (b - a) * share for a, b in zip(rgb, other, strict=True))
+    return r, g, b
+
+
 def stripe_gap(colour: int, rgb: Rgb) -> Rgb:
     """The second colour of stripes: the same hue, darker for light colours and lighter for dark ones."""
     name = COLOURS[colour]
@@ -163,9 +167,7 @@ def stripe_gap(colour: int, rgb: Rgb) -> Rgb:
     if name == "black":
         return 0.55, 0.55, 0.55
     light = name in ("yellow", "pink", "orange", "lime", "cyan", "magenta")
-    target, share = (0.0, 0.5) if light else (1.0, 0.6)
-    r, g, b = (c + (target - c) * share for c in rgb)
-    return r, g, b
+    return _mix(rgb, (0, 0, 0), 0.5) if light else _mix(rgb, (1, 1, 1), 0.6)
 
 
 def draw_background(rng: random.Random) -> Background:
@@ -178,12 +180,9 @@ def draw_background(rng: random.Random) -> Background:
             return colorsys.hsv_to_rgb(rng.random(), rng.uniform(0, 0.4), rng.uniform(0.05, 0.3))
         return colorsys.hsv_to_rgb(rng.random(), rng.uniform(0, 0.32), rng.uniform(0.3, 0.9))
 
-    first = tone()
-    second = first
+    first = second = tone()
     if rng.random() < 0.4:
-        other = tone()
-        share = rng.uniform(0.1, 0.6)
-        second = tuple(a + (b - a) * share for a, b in zip(first, other, strict=True))  # type: ignore[assignment]
+        second = _mix(first, tone(), rng.uniform(0.1, 0.6))
     wave = rng.uniform(0.005, 0.04) if rng.random() < 0.3 else 0.0
     angle = rng.uniform(0, 2 * math.pi)
     return Background(first, second, angle, wave, *(rng.uniform(-0.2, 0.2) for _ in range(2)))
@@ -211,18 +210,16 @@ class _Candidate:
     style: int
     angle: float
     rgb: Rgb
-    bounds: tuple[float, float, float, float]
+    bounds: Box
 
 
 def _draw_candidates(
     rng: random.Random, count: int, background: Background, held_out: bool, palette: int
 ) -> list[_Candidate]:
-    kinds = list(range(len(SHAPES)))
-    colours = list(range(palette))
-    if rng.random() < 0.45:
-        kinds = rng.sample(kinds, rng.randint(1, 3))
-    if rng.random() < 0.45:
-        colours = rng.sample(colours, rng.randint(1, 3))
+    kinds, colours = (
+        rng.sample(all_of, rng.randint(1, 3)) if rng.random() < 0.45 else all_of
+        for all_of in (range(len(SHAPES)), range(palette))
+    )
     forced = rng.choice(sorted(HELD_OUT)) if held_out and count else None
     styled = rng.random() < 0.55
     found: list[_Candidate] = []
@@ -245,16 +242,13 @@ def _draw_candidates(
     return found
 
 
-def _radius_range(view: View, bounds: tuple[float, float, float, float]) -> tuple[float, float]:
+def _radius_range(view: View, bounds: Box) -> tuple[float, float]:
     """Least and greatest radius that the view allows."""
-    w, h = bounds[2] - bounds[0], bounds[3] - bounds[1]
+    w, h = _sides(bounds)
     (tx, ty), (gx, gy) = view.tiled_scale, view.global_scale
     low = max(MIN_VIEW_PX / min(w * tx, h * ty), MIN_GLOBAL_PX / min(w * gx, h * gy))
     high = MAX_FRACTION * min(view.width / w, view.height / h)
     return low * 1.001, high
-
-
-Box = tuple[float, float, float, float]
 
 
 def overlap_share(a: Box, b: Box) -> float:
@@ -263,8 +257,7 @@ def overlap_share(a: Box, b: Box) -> float:
     h = min(a[3], b[3]) - max(a[1], b[1])
     if w <= 0 or h <= 0:
         return 0.0
-    smaller = min((a[2] - a[0]) * (a[3] - a[1]), (b[2] - b[0]) * (b[3] - b[1]))
-    return w * h / smaller
+    return w * h / min(math.prod(_sides(a)), math.prod(_sides(b)))
 
 
 def _fits(box: Box, placed: list[Box], view: View, limit: float, gap: float) -> bool:
@@ -288,13 +281,11 @@ def _place(
         low, high = _radius_range(view, c.bounds)
         if low > high:
             continue
-        w, h = c.bounds[2] - c.bounds[0], c.bounds[3] - c.bounds[1]
-        roomy = math.sqrt(share * view.width * view.height / (w * h))
+        roomy = math.sqrt(share * view.width * view.height / math.prod(_sides(c.bounds)))
         high = min(high, max(roomy * 1.3, low * 1.15))
         sized.append((math.exp(rng.uniform(math.log(low), math.log(max(high, low)))), low, c))
     sized.sort(key=lambda item: -item[0])
     placed: list[tuple[_Candidate, Box, float, float, float]] = []
-    boxes: list[Box] = []
     gap = CENTRE_GAP * view.width
     for radius, low, c in sized:
         for attempt in range(40):
@@ -307,25 +298,22 @@ def _place(
                 continue
             cx, cy = rng.uniform(x_low, x_high), rng.uniform(y_low, y_high)
             box = (cx + u0, cy + v0, cx + u1, cy + v1)
-            if _fits(box, boxes, view, limit, gap):
-                boxes.append(box)
+            if _fits(box, [other for _, other, *_ in placed], view, limit, gap):
                 placed.append((c, box, cx, cy, r))
                 break
     return placed
 
 
 def _draw_lines(rng: random.Random, width: int, height: int) -> tuple[Line, ...]:
-    if rng.random() < 0.6:
-        return ()
-    scale = min(width, height)
     lines = []
-    for _ in range(rng.randint(1, 6)):
+    for _ in range(0 if rng.random() < 0.6 else rng.randint(1, 6)):
         grey: float = rng.random()
         rgb: Rgb = (grey, grey, grey)
         if rng.random() >= 0.6:
             rgb = colorsys.hsv_to_rgb(rng.random(), rng.random(), grey)
         x0, y0, x1, y1 = (rng.uniform(-0.1, 1.1) * side for side in (width, height, width, height))
-        lines.append(Line(x0, y0, x1, y1, rng.uniform(0.002, 0.008) * scale + 0.6, rgb))
+        thick = rng.uniform(0.002, 0.008) * min(width, height) + 0.6
+        lines.append(Line(x0, y0, x1, y1, thick, rgb))
     return tuple(lines)
 
 
@@ -349,16 +337,14 @@ def draw_scene(
     held_out: the scene holds at least one of the pairs that training never shows (else none).
     palette: how many of COLOURS may occur; beyond the measured ones only in training.
     """
-    view = View.of(width, height)
-    background = draw_background(rng)
+    view, background = View.of(width, height), draw_background(rng)
     wanted = draw_count(rng) if count is None else count
     candidates = _draw_candidates(rng, wanted, background, held_out, palette)
     limit = rng.uniform(0.05, MAX_OVERLAP) if rng.random() < 0.3 else 0.0
     placed = _place(rng, view, candidates, limit)
     placed.sort(key=lambda item: item[1][0] + item[1][2])
-    shapes = []
+    shapes, scale = [], min(view.tiled_scale)
     for c, _, cx, cy, radius in placed:
-        scale = min(view.tiled_scale)
         stroke = max(rng.uniform(0.16, 0.26) * radius, MIN_STROKE_PX / scale)
         widest = 0.6 * LIMB.get(SHAPES[c.kind], 0.45) * radius
         style = 0 if c.style == 1 and MIN_STROKE_PX / scale > widest else c.style

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from training.scenes.vocabulary import SHAPES
 
 Array = NDArray[np.float64]
+Points = list[tuple[float, float]]
 
 SQUARE_HALF = 0.88
 DIAMOND_X, DIAMOND_Y = 0.78, 1.0
@@ -42,9 +43,7 @@ class Geometry:
     area: float
 
 
-def _arc(
-    cx: float, cy: float, r: float, start: float, end: float, steps: int
-) -> list[tuple[float, float]]:
+def _arc(cx: float, cy: float, r: float, start: float, end: float, steps: int) -> Points:
     """Points on an arc, both ends included; angles in degrees, 0 = right, 90 = down.
 
     Inner points stand a little outside the arc, so that the polygon has the arc's area.
@@ -58,7 +57,7 @@ def _arc(
     ]
 
 
-def _heart(steps: int) -> list[tuple[float, float]]:
+def _heart(steps: int) -> Points:
     half, r = HEART_D / 2, HEART_D / math.sqrt(2)
     y = HEART_SHIFT - half
     left = _arc(-half, y, r, 135, 315, steps)
@@ -66,7 +65,7 @@ def _heart(steps: int) -> list[tuple[float, float]]:
     return [(0.0, HEART_D + HEART_SHIFT), *left, *right[1:]]
 
 
-def _crescent(outer_steps: int, inner_steps: int) -> list[tuple[float, float]]:
+def _crescent(outer_steps: int, inner_steps: int) -> Points:
     x = (CRESCENT_OUTER**2 - CRESCENT_INNER**2 + CRESCENT_OFFSET**2) / (2 * CRESCENT_OFFSET)
     y = math.sqrt(CRESCENT_OUTER**2 - x * x)
     outer = math.degrees(math.atan2(y, x))
@@ -76,22 +75,18 @@ def _crescent(outer_steps: int, inner_steps: int) -> list[tuple[float, float]]:
     return [*left, *back[1:-1]]
 
 
-def _star() -> list[tuple[float, float]]:
-    points = []
-    for i in range(10):
-        r = 1.0 if i % 2 == 0 else STAR_INNER
-        a = math.radians(36 * i - 90)
-        points.append((r * math.cos(a), r * math.sin(a)))
-    return points
+def _star() -> Points:
+    corners = (((1.0, STAR_INNER)[i % 2], math.radians(36 * i - 90)) for i in range(10))
+    return [(r * math.cos(a), r * math.sin(a)) for r, a in corners]
 
 
-def _cross() -> list[tuple[float, float]]:
+def _cross() -> Points:
     a, b = CROSS_HALF, CROSS_LENGTH
     half = [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a)]
     return half + [(-x, -y) for x, y in half]
 
 
-def _vertices(shape: str, dense: bool) -> list[tuple[float, float]]:
+def _vertices(shape: str, dense: bool) -> Points:
     match shape:
         case "circle":
             return _arc(0, 0, 1, -90, 270, 72)[:-1] if dense else []
@@ -119,10 +114,10 @@ def _vertices(shape: str, dense: bool) -> list[tuple[float, float]]:
 
 
 _ANCHORS = {
-    "triangle": (0.0, 0.2),
-    "heart": (0.0, -0.05),
-    "crescent": (-0.65, 0.0),
-    "semicircle": (0.0, 0.02),
+    "triangle": (0, 0.2),
+    "heart": (0, -0.05),
+    "crescent": (-0.65, 0),
+    "semicircle": (0, 0.02),
 }
 
 

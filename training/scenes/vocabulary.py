@@ -61,5 +61,3 @@ FOREIGN_NOUNS = (
 ).split("|")
 
 NUMBER_WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
-
-MAX_OBJECTS = 12

@@ -7,6 +7,7 @@ import pytest
 
 from kestrel_engine.preprocess.crops import select_tiling
 from training.scenes.scenes import (
+    MAX_OBJECTS,
     CENTRE_GAP,
     MAX_FRACTION,
     MAX_OVERLAP,
@@ -18,7 +19,7 @@ from training.scenes.scenes import (
     draw_size,
     overlap_share,
 )
-from training.scenes.vocabulary import COLOURS, HELD_OUT, MAX_OBJECTS, MEASURED_COLOURS, SHAPES
+from training.scenes.vocabulary import COLOURS, HELD_OUT, MEASURED_COLOURS, SHAPES
 
 
 @pytest.fixture(scope="module")
