@@ -10,7 +10,7 @@ import random
 import zipfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -47,10 +47,11 @@ class Drawings:
         fits = [min(LARGEST, width / w, height / h) for w, h in sizes]
         needed = [letters / self.shown[k]["size"] if letters else LEAST_SCALE for k in choices]
         legible = [i for i, fit in enumerate(fits) if fit >= needed[i]]
-        best = max(
-            legible or range(len(choices)),
-            key=lambda i: fits[i] ** 2 * math.prod(sizes[i]) if legible else fits[i],
-        )
+        worth = [
+            fit**2 * math.prod(size) if legible else fit
+            for fit, size in zip(fits, sizes, strict=True)
+        ]
+        best = max(legible or range(len(choices)), key=worth.__getitem__)
         number, scale = choices[best], fits[best] * rng.choice((1, 1, rng.uniform(0.85, 1)))
         scale = max(scale, min(fits[best], needed[best])) if letters else scale
         image = Image.open(io.BytesIO(self._read(f"{number}.webp"))).convert("RGB")
@@ -72,11 +73,12 @@ class Drawings:
         return self._file.read(name)
 
 
-class Place:
+class Place(NamedTuple):
     """Where a picture lies on its ground, and how much smaller it is."""
 
-    def __init__(self, scale: float, left: int, top: int) -> None:
-        self.scale, self.left, self.top = scale, left, top
+    scale: float
+    left: int
+    top: int
 
     def point(self, x: float, y: float) -> Point:
         return x * self.scale + self.left, y * self.scale + self.top

@@ -10,21 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 from training.domains.charts import questions as q
-from training.domains.charts.sketched import Drawn, sketch
+from training.domains.charts.sketched import Drawn, Scale, sketch
 from training.domains.charts.tables import make_table
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import absent_object, read
-from training.domains.picture import (
-    Ask,
-    Box,
-    Mark,
-    Picture,
-    Point,
-    centre,
-    find,
-    in_order,
-    view_scale,
-)
+from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order, view_scale
 
 SMALLEST = 8.0, 11.0  # letters that can be read: pixels of the picture, and of the model's view
 
@@ -57,8 +47,8 @@ def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Pi
     written = [(text, [place.point(x, y) for x, y in zip(at[::2], at[1::2], strict=True)])
                for text, at in table["texts"]]  # fmt: skip
     boxes = [[place.box(box) for box in row] for row in table["boxes"]]
-    characters = [(*at, c) for text, points in written for c, at in zip(text, points, strict=True)]
-    characters = [character for character in characters if character[2] != " "]
+    pairs = ((c, at) for text, points in written for c, at in zip(text, points, strict=True))
+    characters = [(*at, c) for c, at in pairs if c != " "]
     scale = [] if table["kind"] == "pie" else _scale_among(written, 0 if table["lying"] else 1)
     # What stands beside the axis is no value's own number.
     told = Counter(text.split(" ")[-1].replace(",", "") for text, _ in written)
@@ -71,12 +61,8 @@ def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Pi
         return Picture(pixels, asks, complete=False)
     wide, names = 2 * table["size"] * place.scale, [s["name"] for s in table["series"]]
     # The legend's spots are left of its texts.
-    keys = [
-        (text, (x - wide, y - wide / 4, x, y + wide / 4))
-        for text, points in written
-        if text in names and len(names) > 1
-        for x, y in points[:1]
-    ]
+    firsts = [(t, *at[0]) for t, at in written if t in names and len(names) > 1 and at]
+    keys = [(text, (x - wide, y - wide / 4, x, y + wide / 4)) for text, x, y in firsts]
     if boxes:
         shown = Drawn(pixels, boxes, characters, scale, keys)
         for _ in range(1 if held else 2):
@@ -84,16 +70,11 @@ def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Pi
     return Picture(pixels, asks, _marks(table, boxes, keys), characters, complete=False)
 
 
-def _scale_among(written: list[tuple[str, list[Point]]], axis: int) -> list[tuple[str, Point]]:
+def _scale_among(written: list[tuple[str, list[Any]]], axis: int) -> Scale:
     """Of a chart's texts, the numbers beside its value axis: most of those that end in one line along it."""
-    numbers = [
-        (text, points[0], points[-1])
-        for text, points in written
-        if re.fullmatch(r"[\d,.]+k?", text)
-    ]
-    rows = [
-        [n for n in numbers if abs(n[2][1 - axis] - other[2][1 - axis]) < 4] for other in numbers
-    ]
+    numbers = [(text, at[0], at[-1]) for text, at in written if re.fullmatch(r"[\d,.]+k?", text)]
+    ends = [n[2][1 - axis] for n in numbers]
+    rows = ([n for n, b in zip(numbers, ends, strict=True) if abs(b - a) < 4] for a in ends)
     found = max(rows, key=len, default=[])
     ticks = [(text, ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2)) for text, a, b in found]
     return sorted(ticks, key=lambda tick: tick[1][axis] * (1 - 2 * axis)) if len(ticks) > 2 else []
@@ -126,56 +107,47 @@ def _places(
 ) -> list[Ask]:
     """Where is the bar, the point or the slice of a label? Which value is there, and how is it read?"""
     asks, kind, series = [], table["kind"], rng.randrange(len(shown.boxes))
-    noun, skill = (
-        {"bar": "bar", "pie": "slice"}.get(kind, "point"),
-        "detect" if kind == "bar" else "point",
+    noun, skill = {"bar": ("bar", "detect"), "pie": ("slice", "point")}.get(
+        kind, ("point", "point")
     )
-    boxes, name = shown.boxes[series], table["series"][series]["name"]
-    for end, number in zip(
-        q.EXTREMES, q.extremes(table["series"][series]["values"], kind == "pie"), strict=True
-    ):
+    boxes, (name, values) = shown.boxes[series], table["series"][series].values()
+    many = len(shown.boxes) > 1
+    for end, number in zip(q.EXTREMES, q.extremes(values, kind == "pie"), strict=True):
         if number is None:
             continue
-        of = f" of {name}" if len(shown.boxes) > 1 else ""
+        of = f" of {name}" if many else ""
         said = f"the {rng.choice(q.WORDS[end])} {noun}{of}"
         asks.append(find(skill, f"{domain} extreme", said, [boxes[number]]))
         ways = f"Which one has the {{e}} value{of}?|Which {noun}{of} is the {{e}}?"
-        why = read(
-            rng, f"{domain} label reasoned", ways, table["labels"][number], e=q.WORDS[end][0]
-        )
+        label, word = table["labels"][number], q.WORDS[end][0]
+        why = read(rng, f"{domain} label reasoned", ways, label, e=word)
         there = said.removeprefix("the "), (centre(boxes[number]),)
         asks.append(replace(why, skill="reasoning", steps=(there,)))
     number = rng.randrange(len(boxes))
     box, label = boxes[number], table["labels"][number]
-    value = q.readable(table["series"][series]["values"][number])
-    of = f"{label}, {name}" if len(shown.boxes) > 1 else label
+    value = q.readable(values[number])
+    of = f"{label}, {name}" if many else label
     said = rng.choice((f"the {noun} of {of}", f"{of} {noun}", f"{noun} for {of}"))
     asks.append(find(skill, f"{domain} {noun}", said, [box]))
-    if len(shown.boxes) == 1:
+    in_turn: list[Box] = in_order(boxes, width, centre)
+    if not many:
         every = rng.choice((noun, f"{noun}s", f"all {noun}s"))
-        in_turn: list[Box] = in_order(boxes, width, centre)
         asks.append(find(skill, f"{domain} detect", every, in_turn))
     ref = box if kind == "bar" and rng.random() < 0.5 else centre(box)
     ways = "Which label does this {n} have?|What does this {n} stand for?|Which one is this?"
     asks.append(replace(read(rng, f"{domain} label here", ways, of, n=noun), refs=(ref,)))
-    if len(shown.boxes) > 1:  # most wrong values are those of another series
+    if many:  # most wrong values are those of another series
         said = rng.choice((f"{noun}s of {name}", f"the {noun}s of {name}", f"{name} {noun}s"))
-        asks.append(find(skill, f"{domain} series", said, in_order(boxes, width, centre)))
+        asks.append(find(skill, f"{domain} series", said, in_turn))
         ways = "Which series is this?|Which entry of the legend is this {n}?|Whose {n} is this?"
         asks.append(replace(read(rng, f"{domain} series here", ways, name, n=noun), refs=(ref,)))
     if len(shown.scale) < 2:
         return asks
     ways = "What is the largest number on the axis?|Where does the axis end?|Up to what value does the axis go?"
     asks.append(read(rng, f"{domain} axis", ways, shown.scale[-1][0]))
-    tick, place = rng.choice(shown.scale)
-    asks.append(
-        find(
-            "point",
-            f"{domain} tick",
-            f"{tick} on the axis",
-            [(place[0] - 5, place[1] - 5, place[0] + 5, place[1] + 5)],
-        )
-    )
+    tick, (x, y) = rng.choice(shown.scale)
+    around = x - 5, y - 5, x + 5, y + 5
+    asks.append(find("point", f"{domain} tick", f"{tick} on the axis", [around]))
     x, y = centre(box)
     top = (x, y) if kind != "bar" else (box[2], y) if table["lying"] else (x, box[1])
     ways = (

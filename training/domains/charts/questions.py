@@ -21,15 +21,11 @@ def ask_about(
     rng: random.Random, table: dict[str, Any], domain: str, exact: bool = False
 ) -> list[Ask]:
     """All questions of a chart, in a random order. exact: values that aren't written are not rounded."""
-    asks = [
-        *_about_frame(rng, table, exact),
-        *_about_values(rng, table, exact),
-        *_absent(rng, table),
-    ]
+    asks = [*_about_frame(rng, table, exact), *_about_values(rng, table, exact)]
+    asks = [replace(ask, kind=f"{domain} {ask.kind}") for ask in asks]
+    asks.append(_absent(rng, table))
     rng.shuffle(asks)
-    return [
-        ask if ask.kind == "absent" else replace(ask, kind=f"{domain} {ask.kind}") for ask in asks
-    ]
+    return asks
 
 
 def number(value: float) -> str:
@@ -99,10 +95,10 @@ def _about_values(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterato
             yield read(rng, "table", ways, ", ".join(listed), o=o)
         for label, value in rng.sample(pairs, min(3, len(pairs))) if can_be_read else ():
             ways = (
-                "What is the value of {s} for {l}?|{s} in {l}?|What is {s} at {l}?|How much is {s}, {l}?"
-                if several
-                else "What is the value of {l}?|What value has {l}?|How much is {l}?|{l}?|What is {l}?"
+                "What is the value of {l}?|What value has {l}?|How much is {l}?|{l}?|What is {l}?"
             )
+            if several:
+                ways = "What is the value of {s} for {l}?|{s} in {l}?|What is {s} at {l}?|How much is {s}, {l}?"
             said = number(value if exact or t["numbers"] else readable(value))
             kind = "value shown" if t["numbers"] else "value"
             yield read(rng, kind, ways, said, s=s["name"], l=label)
@@ -129,9 +125,9 @@ def _about_series(
         yield tell(rng, "trend", ways, said, s=name, a=start, b=end)
 
 
-def _absent(rng: random.Random, t: dict[str, Any]) -> Iterator[Ask]:
+def _absent(rng: random.Random, t: dict[str, Any]) -> Ask:
     there = {*t["labels"], *(s["name"] for s in t["series"])}
     names = ("Atlantis", "2031", "Robots", "Kiwis", "Zurich", "Dec", "Sun", "H")
     other = rng.choice([name for name in names if name not in there])
     ways = "What is the value of {l}?|How much is {l}?|What value has {l}?"
-    yield tell(rng, "absent", ways, f"There is no {other}.", l=other)
+    return tell(rng, "absent", ways, f"There is no {other}.", l=other)

@@ -16,6 +16,7 @@ from training.domains.picture import Box, Pixels, Point, view_scale
 from training.domains.text.fonts import draw_font
 from training.domains.text.page import Page, fit, width_of
 
+Scale = list[tuple[str, Point]]
 SAMPLES = 2  # of the marks that have slanted edges, a side of a pixel
 
 
@@ -27,7 +28,7 @@ class Drawn:
     pixels: Pixels
     boxes: list[list[Box]]
     characters: list[tuple[float, float, str]]
-    scale: list[tuple[str, Point]]
+    scale: Scale
     keys: list[tuple[str, Box]]
 
 
@@ -47,7 +48,7 @@ class Sketch:
         colours: list[Rgb] = [ImageColor.getrgb(c)[:3] for c in table["colours"]]
         self.colours = [c for c in colours if abs(luma(c) - luma(self.ground)) > 25]
         self.frame = 0.6 * size, 0.8 * size, width - 0.8 * size, height - 0.6 * size
-        self.scale: list[tuple[str, Point]] = []
+        self.scale: Scale = []
         self.keys: list[tuple[str, Box]] = []
 
     def wide(self, text: str) -> float:
@@ -76,14 +77,9 @@ class Sketch:
         x, y = x - (share - 0.5) * long * cos, y + (share - 0.5) * long * sin  # the middle
         at = round(x - turned.width / 2), round(y - turned.height / 2)
         self.page.image.paste(self.ink, at, turned)
-        self.page.characters += [
-            (
-                x + cos * (a - long / 2) + sin * (b - size),
-                y - sin * (a - long / 2) + cos * (b - size),
-                c,
-            )
-            for a, b, c in strip.characters
-        ]
+        for a, b, c in strip.characters:
+            a, b = a - long / 2, b - size
+            self.page.characters.append((x + cos * a + sin * b, y - sin * a + cos * b, c))
 
     def key(self, names: list[str]) -> None:
         """The legend: right of the axes, below or above them."""
@@ -262,10 +258,8 @@ class Sketch:
 
     def enlarged(self) -> tuple[Image.Image, ImageDraw.ImageDraw]:
         """The picture so far with SAMPLES pixels a side for one, and a pen."""
-        width, height = self.page.size
-        large = self.page.image.resize(
-            (SAMPLES * width, SAMPLES * height), Image.Resampling.NEAREST
-        )
+        width, height = (SAMPLES * side for side in self.page.size)
+        large = self.page.image.resize((width, height), Image.Resampling.NEAREST)
         return large, ImageDraw.Draw(large)
 
 

@@ -6,23 +6,14 @@ import math
 import random
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageFilter, ImageOps
 
 from training.domains.ground import Rgb, draw_ground, hsv, ink_for, luma
 from training.domains.phrasing import absent_object, off_topic, tell
-from training.domains.picture import (
-    Ask,
-    Box,
-    Mark,
-    Picture,
-    Pixels,
-    centre,
-    find,
-    in_order,
-    view_scale,
-)
+from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order, view_scale
 from training.domains.text.fonts import draw_font, sources
 from training.domains.text.page import Page, fit, width_of
 from training.scenes.phrases import article
@@ -34,14 +25,14 @@ _SMALLEST = 20.0  # pixels of the model's view
 
 
 @cache
-def _icons(held: bool) -> tuple[dict[str, list[int]], Pixels]:
-    """Rows of the masks by name; the masks [N, 64, 64]."""
+def _icons(held: bool) -> dict[str, list[Any]]:
+    """Masks [64, 64] by name."""
     data = np.load(sources() / "icons.npz")
-    rows: dict[str, list[int]] = {}
-    ours = (data["sets"] == ICON_SETS.index(HELD_SET)) == held
-    for row in np.flatnonzero(ours).tolist():
-        rows.setdefault(str(data["names"][row]), []).append(row)
-    return rows, data["masks"]
+    found: dict[str, list[Any]] = {}
+    for name, number, mask in zip(data["names"].tolist(), data["sets"], data["masks"], strict=True):
+        if (number == ICON_SETS.index(HELD_SET)) == held:
+            found.setdefault(name, []).append(mask)
+    return found
 
 
 def _redrawn(rng: random.Random, mask: Image.Image) -> Image.Image:
@@ -164,11 +155,11 @@ def _labels(
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
-    rows, masks = _icons(held)
+    drawn = _icons(held)
     image, ground = draw_ground(rng, width, height, plain=0.8)
     page = Page(image)
     places = layout(rng, width, height, _SMALLEST)
-    pool = rng.sample(sorted(rows), min(len(rows), rng.choice((2, 4, 12, 30))))
+    pool = rng.sample(sorted(drawn), min(len(drawn), rng.choice((2, 4, 12, 30))))
     one_ink = ink_for(rng, ground, 80) if rng.random() < 0.6 else None
     tile = rng.random() < 0.15
     icons = []
@@ -182,7 +173,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
             around = (x - pad, y - pad, x + side + pad, y + side + pad)
             page.pen.rounded_rectangle(around, pad, plate)
             ink = (255, 255, 255) if luma(plate) < 150 else (0, 0, 0)
-        mask = Image.fromarray(masks[rng.choice(rows[name])])
+        mask = Image.fromarray(rng.choice(drawn[name]))
         mask = mask if held else _redrawn(rng, mask)
         icons.append(Mark(_paste(rng, page, mask, (x, y, side), ink), name))
     if len(places) > 1 and rng.random() < 0.2:

@@ -13,21 +13,13 @@ from PIL import Image, ImageDraw
 from training.domains.ground import draw_ground
 from training.domains.phrasing import absent_object, off_topic, tell, vary
 from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
+from training.scenes import scenes
 from training.scenes.captions import LENGTHS, caption, normal_caption, objects_of
 from training.scenes.paths import path_tokens
 from training.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
 from training.scenes.questions import as_ask, count, draw_question
 from training.scenes.render import render_scene
-from training.scenes.scenes import (
-    CENTRE_GAP,
-    Scene,
-    Shape,
-    contrast,
-    draw_background,
-    draw_colour,
-    draw_scene,
-    stripe_gap,
-)
+from training.scenes.scenes import CENTRE_GAP, Scene, Shape, draw_scene, stripe_gap
 from training.scenes.shapes import geometry, place, unit_bounds
 from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, HELD_OUT, MEASURED_COLOURS, SHAPES
 
@@ -51,19 +43,19 @@ def _grid_scene(rng: random.Random, width: int, height: int, held: bool) -> Scen
     cells = full[:count] if rng.random() < 0.5 else sorted(rng.sample(full, count))
     kinds = rng.sample(range(len(SHAPES)), rng.choice((1, 1, 2, 3, 5)))
     colours = rng.sample(range(len(COLOURS)), rng.choice((1, 1, 2, 3, 5)))
-    background = draw_background(rng)
+    background = scenes.draw_background(rng)
     style = rng.choice((0, 0, 0, 1, 2, 3))
     room = min(cell_w - (rows - 1) * step, cell_h / (1 + 2 * jitter))
     r = 0.5 * room * rng.uniform(0.35, 0.8)
     shapes = []
     for cell in cells:
         kind, colour = rng.choice(kinds), rng.choice(colours)
-        rgb = draw_colour(rng, colour)
+        rgb = scenes.draw_colour(rng, colour)
         for _ in range(20):
-            if contrast(rgb, background) > 0.3 and (held or (colour, kind) not in HELD_OUT):
+            if scenes.contrast(rgb, background) > 0.3 and (held or (colour, kind) not in HELD_OUT):
                 break
             colour = rng.choice(colours) if rng.random() < 0.5 else rng.randrange(len(COLOURS))
-            rgb = draw_colour(rng, colour)
+            rgb = scenes.draw_colour(rng, colour)
         u0, v0, u1, v1 = unit_bounds(kind, 0.0)
         row, column = divmod(cell, columns)
         size = r * (rng.uniform(0.75, 1) if step else 1)
@@ -158,17 +150,6 @@ def _missing(rng: random.Random, scene: Scene) -> Ask | None:
     return tell(rng, "absent", ways, said, p=phrase.words(rng))
 
 
-def _target(rng: random.Random, scene: Scene) -> tuple[str, list[int]]:
-    """Words for point and detect, and the shapes they mean; about one in six asks for what is not there."""
-    u = rng.random()
-    if u < 0.03:
-        noun = rng.choice(FOREIGN_NOUNS)
-        return (noun if rng.random() < 0.6 else noun + "s"), []
-    phrase = draw_absent(rng, scene) if u < 0.16 else None
-    phrase = phrase or draw_present(rng, scene) or draw_absent(rng, scene) or Phrase()
-    return object_words(rng, phrase), phrase.find(scene)
-
-
 def _segment(rng: random.Random, scene: Scene) -> Ask | None:
     """The outline of a shape that words tell from all others, or nothing of what is not there."""
     u = rng.random()
@@ -188,8 +169,15 @@ def _segment(rng: random.Random, scene: Scene) -> Ask | None:
 
 
 def _find(rng: random.Random, scene: Scene, skill: str) -> Ask:
-    words, indices = _target(rng, scene)
-    shapes = in_order([scene.shapes[i] for i in indices], scene.width, lambda s: s.centre)
+    """Where shapes are; about one in six asks for what is not there."""
+    u = rng.random()
+    if u < 0.03:
+        noun = rng.choice(FOREIGN_NOUNS)
+        return Ask(skill, f"shapes {skill}", noun if rng.random() < 0.6 else noun + "s")
+    phrase = draw_absent(rng, scene) if u < 0.16 else None
+    phrase = phrase or draw_present(rng, scene) or draw_absent(rng, scene) or Phrase()
+    words, found = object_words(rng, phrase), [scene.shapes[i] for i in phrase.find(scene)]
+    shapes = in_order(found, scene.width, lambda s: s.centre)
     points = tuple(s.anchor for s in shapes) if skill == "point" else ()
     return Ask(skill, f"shapes {skill}", words, boxes=tuple(s.box for s in shapes), points=points)
 
@@ -203,9 +191,8 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     else:
         scene = _grid_scene(rng, width, height, held)
     few = len(scene.shapes) <= 12
-    if (
-        rng.random() < (0.25 if held else 0.06) and width * height < 400_000 and few
-    ):  # it takes long
+    takes_long = width * height >= 400_000 or not few
+    if rng.random() < (0.25 if held else 0.06) and not takes_long:
         pixels = render_scene(scene).round().byte().permute(1, 2, 0).numpy()
     else:
         pixels = draw_with_pillow(rng, scene)

@@ -195,10 +195,8 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     asks = []
     for k in rng.sample(range(len(keys)), min(2 if held else 4, len(keys))):
         key = rng.choice((keys[k], keys[k].lower()))
-        ways = (
-            'What is the {k}?|What is the value of {k}?|{k}?|What is written next to "{k}"?|'
-            "Which {k} is given?|Read the {k}.|Give the {k}."
-        )
+        ways = 'What is the {k}?|What is the value of {k}?|{k}?|What is written next to "{k}"?|'
+        ways += "Which {k} is given?|Read the {k}.|Give the {k}."
         asks.append(read(rng, "text value", ways, values[k], k=key))
     missing = rng.choice([key for key in _KEYS if key not in keys]).lower()
     ways = "What is the {k}?|Which {k} is given?"
@@ -214,12 +212,10 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
     heads = [rng.choice(w.dictionary()).capitalize() for _ in range(columns)]
     names = [rng.choice(w.dictionary()).capitalize() for _ in range(rows)]
     kinds = [rng.choice((w.number, w.price, w.word, w.time)) for _ in range(columns)]
-    cells = [[names[r], *(kinds[c](rng) for c in range(1, columns))] for r in range(rows)]
+    cells = [[name, *(kind(rng) for kind in kinds[1:])] for name in names]
     step = min(size * rng.uniform(1.4, 2.2), (height - 4) / (rows + 1))
-    widths = [
-        max(width_of(t, font, size) for t in (heads[c], *(row[c] for row in cells))) + size
-        for c in range(columns)
-    ]
+    written = zip(heads, *cells, strict=True)
+    widths = [max(width_of(t, font, size) for t in column) + size for column in written]
     if sum(widths) > width - 8:
         size = int(size * (width - 8) / sum(widths))
         widths = [v * (width - 8) / sum(widths) for v in widths]
@@ -237,18 +233,12 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
             page.pen.rectangle((left, y, whole, y + step), band)  # type: ignore[arg-type]
         if style in ("lines", "box") or (style == "plain" and r == 1):
             page.pen.line((left, y, whole, y), ink)
-    x = left
-    for c in range(columns):
-        if style == "box":
-            page.pen.line((x, top, x, top + step * (rows + 1)), ink)
-        x += widths[c]
-    if style == "box":
-        page.pen.line((whole, top, whole, top + step * (rows + 1)), ink)
+    lefts = [left + sum(widths[:c]) for c in range(columns)]
+    for x in (*lefts, whole) if style == "box" else ():
+        page.pen.line((x, top, x, top + step * (rows + 1)), ink)
     for r, row in enumerate([heads, *cells]):
-        x = left
-        for c, text in enumerate(row):
+        for x, text in zip(lefts, row, strict=True):
             page.put(x + 0.45 * size, top + (r + 0.7) * step, text, font, size, ink)
-            x += widths[c]
     of_cell = "What is the {h} of {n}?|What is the {h} for {n}?|{h} of {n}?|Which {h} has {n}?"
     asks = []
     for _ in range(1 if held else 4):
