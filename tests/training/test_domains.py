@@ -19,7 +19,7 @@ from training.domains.charts.tables import make_table
 from training.domains.drawn import Place
 from training.domains.phrasing import off_topic, vary
 from training.domains.picture import NOT_SHOWN, SAME_COLUMN, Ask, Mark, Picture, in_order
-from training.domains.screens import questions as screens
+from training.domains.screens import draw as screens
 from training.domains.shapes.draw import _caption, _grid_scene, draw_with_pillow
 from training.domains.text.page import Page
 from training.mixture import draw_picture

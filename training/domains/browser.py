@@ -47,10 +47,11 @@ class Archive:
         self.shown.append(shown)
 
 
+Open = tuple[Browser, Archive]
+
+
 @contextmanager
-def drawing(
-    args: argparse.Namespace, archive: str, truth: str
-) -> Iterator[tuple[Browser, Archive]]:
+def drawing(args: argparse.Namespace, archive: str, truth: str) -> Iterator[Open]:
     """An open browser, and the archive that is written to --out when the block ends."""
     args.out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as play, zipfile.ZipFile(args.out / archive, "w") as file:

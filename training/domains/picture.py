@@ -104,10 +104,9 @@ def in_order(things: Sequence[Any], width: float, at: Callable[[Any], Point]) ->
     """
     columns: list[list[Any]] = []
     for thing in sorted(things, key=lambda thing: at(thing)[0]):
-        if columns and at(thing)[0] - at(columns[-1][0])[0] < SAME_COLUMN * width:
-            columns[-1].append(thing)
-        else:
-            columns.append([thing])
+        if not columns or at(thing)[0] - at(columns[-1][0])[0] >= SAME_COLUMN * width:
+            columns.append([])
+        columns[-1].append(thing)
     return [t for column in columns for t in sorted(column, key=lambda thing: at(thing)[1])]
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from kestrel_engine.preprocess.crops import select_tiling
 from training.scenes.scenes import (
-    MAX_OBJECTS,
     CENTRE_GAP,
     MAX_FRACTION,
+    MAX_OBJECTS,
     MAX_OVERLAP,
     MIN_GLOBAL_PX,
     MIN_VIEW_PX,

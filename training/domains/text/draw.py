@@ -24,10 +24,9 @@ def _read_all(rng: random.Random, page: Page) -> Ask | None:
     """Lines from top to bottom, and from left to right where they share a baseline."""
     rows: list[list[Line]] = []
     for line in page.lines:
-        if rows and abs(rows[-1][0].box[3] - line.box[3]) < 0.5 * (line.box[3] - line.box[1]):
-            rows[-1].append(line)
-        else:
-            rows.append([line])
+        if not rows or abs(rows[-1][0].box[3] - line.box[3]) >= 0.5 * (line.box[3] - line.box[1]):
+            rows.append([])
+        rows[-1].append(line)
     sorted_rows = (sorted(row, key=lambda line: line.box[0]) for row in rows)
     text = "\n".join(" ".join(line.text for line in row) for row in sorted_rows)
     if not 0 < len(text) <= LONGEST:
@@ -70,10 +69,8 @@ def _find(rng: random.Random, page: Page, words: list[Word], skill: str) -> Ask:
 def _presence(rng: random.Random, words: list[Word]) -> Ask:
     have = {_plain(word).lower() for word in words}
     text = _plain(rng.choice(words)) if rng.random() < 0.5 else w.word(rng)
-    ways = (
-        'Is the word "{t}" in the {picture}?|Does it say "{t}"?|Does the word "{t}" occur?|'
-        'Is "{t}" written here?'
-    )
+    ways = 'Is the word "{t}" in the {picture}?|Does it say "{t}"?|Does the word "{t}" occur?|'
+    ways += 'Is "{t}" written here?'
     return tell(rng, "text presence", ways, "yes" if text.lower() in have else "no", t=text)
 
 

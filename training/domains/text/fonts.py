@@ -34,9 +34,8 @@ def draw_font(rng: random.Random, held: bool) -> str:
 
 @lru_cache(maxsize=400)
 def load(name: str, size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(
-        io.BytesIO(_files()[name]), size, layout_engine=ImageFont.Layout.BASIC
-    )
+    data = io.BytesIO(_files()[name])
+    return ImageFont.truetype(data, size, layout_engine=ImageFont.Layout.BASIC)
 
 
 @lru_cache(maxsize=60_000)

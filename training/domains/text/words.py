@@ -51,13 +51,8 @@ def price(rng: random.Random, most: float = 3) -> str:
 def date(rng: random.Random) -> str:
     d, m, y = rng.randint(1, 28), rng.randint(1, 12), rng.randint(1990, 2030)
     month = MONTHS[m - 1]
-    forms = (
-        f"{d:02d}/{m:02d}/{y}",
-        f"{y}-{m:02d}-{d:02d}",
-        f"{d} {month} {y}",
-        f"{month[:3]} {d}, {y}",
-    )
-    return rng.choice(forms)
+    words = f"{d} {month} {y}", f"{month[:3]} {d}, {y}"
+    return rng.choice((f"{d:02d}/{m:02d}/{y}", f"{y}-{m:02d}-{d:02d}", *words))
 
 
 def time(rng: random.Random) -> str:
