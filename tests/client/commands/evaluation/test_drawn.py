@@ -40,7 +40,7 @@ def right(truth):
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_truths_of_a_built_in_set_have_full_marks(name):
     chosen = benchmark(name)
-    _, records = open_records(chosen, str(chosen.built_in), None)
+    records = open_records(chosen, str(chosen.built_in), None)
     cases = [case for item in items_of(records, chosen, Asking()) for case in item.cases.values()]
     assert len(cases) == 210 and {case.truth.skill for case in cases} == {*chosen.skills}
     for case in cases:
@@ -96,7 +96,7 @@ def test_a_bad_row_is_named(tmp_path, request_, text):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     chosen = benchmark("icons")
     with pytest.raises(CommandError, match=text):
-        _, records = open_records(chosen, str(tmp_path), None)
+        records = open_records(chosen, str(tmp_path), None)
         list(items_of(records, chosen, Asking()))
 
 
@@ -124,7 +124,6 @@ async def test_a_server_answers_a_built_in_set(serve, tmp_path, capsys):
             ["--skills", "gaze"],
             "eval scenes has no requests of 'gaze'; its skills are query, point",
         ),
-        (["--split", "x"], "eval scenes is built in; --split and --subset need --hub"),
     ):
         assert await run(*flags) == 2
         assert text in capsys.readouterr().err

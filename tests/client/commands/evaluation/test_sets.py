@@ -5,8 +5,8 @@ import json
 import pytest
 import pyvips
 
-from kestrel_client import DetectTask, PointTask, QueryTask
-from kestrel_client.commands.evaluation.benchmark import Asking, Hub, items_of
+from kestrel_client import DetectTask
+from kestrel_client.commands.evaluation.benchmark import Asking, items_of
 from kestrel_client.commands.evaluation.reading import open_records
 from kestrel_client.commands.evaluation.scored import score_lines
 from kestrel_client.commands.evaluation.sets import NAMES, benchmark
@@ -29,7 +29,7 @@ def write(path, value):
 
 def items(name, folder, limit=None, **asking):
     chosen = benchmark(name)
-    _, records = open_records(chosen, str(folder), limit)
+    records = open_records(chosen, str(folder), limit)
     return list(items_of(records, chosen, Asking(**asking)))
 
 
@@ -44,61 +44,6 @@ def score(name, case, outcome):
 def box(x_min, y_min, x_max, y_max, value=1.0):
     edges = {"x_min": x_min, "y_min": y_min, "x_max": x_max, "y_max": y_max}
     return {**edges, "score": value}
-
-
-def write_rows(path, *rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
-
-
-def test_chartqa(tmp_path):
-    png(tmp_path / "a.png")
-    row = {"image": "a.png", "query": "How much?", "label": "100"}
-    askers = ({"human_or_machine": asker} for asker in (0, 1, "augmented"))
-    write_rows(tmp_path / "rows.jsonl", *({**row, **asker} for asker in askers))
-    found = items("chartqa", tmp_path)
-    assert found[0].load() == str(tmp_path / "a.png")
-    first, *others = cases("chartqa", tmp_path)
-    assert [first.group, *(each.group for each in others)] == ["human", "augmented", "augmented"]
-    assert isinstance(first.task, QueryTask) and first.task.question.endswith(
-        "formatting. How much?"
-    )
-    assert first.task.temperature == 0 and not first.task.reasoning
-    assert score("chartqa", first, {"answer": "96"}).value == 1
-    assert (
-        score("chartqa", first, {"answer": "90"}).value == score("chartqa", first, None).value == 0
-    )
-    (own, *_) = cases("chartqa", tmp_path, prompt="{question} Be short.", reasoning=True)
-    assert own.task.question == "How much? Be short." and own.task.reasoning
-
-
-def test_refcoco(tmp_path):
-    png(tmp_path / "r.jpg")
-    row = {"image": "r.jpg", "answer": ["left man", "man"], "bbox": [10, 5, 20, 10], "split": "val"}
-    write_rows(tmp_path / "rows.jsonl", row)
-    (item,) = items("refcoco", tmp_path)
-    first, second = item.cases.values()
-    assert (first.task.objects, second.task.objects, first.group) == ("left man", "man", "val")
-    assert first.truth == (10, 5, 30, 15)
-    outcome = {
-        "objects": [box(0, 0, 0.1, 0.1, 0.3), box(0.25, 0.25, 0.75, 0.75, 0.9)],
-        "image_size": SIZE,
-    }
-    assert score("refcoco", first, outcome).value == 1
-    worse = {"objects": [box(0.25, 0.25, 0.5, 0.75)], "image_size": SIZE}
-    assert score("refcoco", first, worse).counts["accuracy at IoU 0.5"] == (1, 1)
-    assert score("refcoco", first, {"objects": [], "image_size": SIZE}).value == 0
-
-
-def test_screenspot(tmp_path):
-    png(tmp_path / "s.png")
-    row = {"image": "s.png", "instruction": "x", "bbox": [0.1, 0.1, 0.3, 0.3], "data_source": "ios"}
-    write_rows(tmp_path / "rows.jsonl", {**row, "data_type": "text"})
-    (case,) = cases("screenspot", tmp_path)
-    assert isinstance(case.task, PointTask) and case.group == "mobile text"
-    assert case.frame == (1, 1)
-    points = [{"x": 0.9, "y": 0.9, "score": 0.2}, {"x": 0.2, "y": 0.2, "score": 0.8}]
-    assert score("screenspot", case, {"points": points, "image_size": SIZE}).value == 1
-    assert score("screenspot", case, {"points": points[:1], "image_size": SIZE}).value == 0
 
 
 @pytest.fixture
@@ -178,7 +123,7 @@ def test_coco_asks_for_absent_names_the_same_way_in_every_run(coco):
 def test_coco_boxes_are_in_the_size_that_the_file_gives(tmp_path):
     """Also if the image file has another one."""
     png(tmp_path / "i.png")
-    objects = {"bbox": [[0, 0, 100, 100]], "label": ["dog"]}
+    objects = [{"bbox": [0, 0, 100, 100], "label": "dog"}]
     row = {
         "image": "i.png",
         "objects": objects,
@@ -194,48 +139,24 @@ def test_coco_boxes_are_in_the_size_that_the_file_gives(tmp_path):
 
 def test_rows_with_more_names_than_a_call_takes_become_several_items(tmp_path):
     png(tmp_path / "i.png")
-    objects = {"bbox": [[0, 0, 5, 5]], "label": [1]}
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"image": "i.png", "objects": json.dumps(objects)})
-    )
+    objects = [{"bbox": [0, 0, 5, 5], "label": "person"}]
+    others = [f"name {number}" for number in range(90)]
+    write(tmp_path / "rows.jsonl", {"image": "i.png", "objects": objects, "absent": others})
     found = items("coco", tmp_path, absent=79)
     assert [len(item.cases) for item in found] == [32, 32, 16]
     assert len({item.identity for item in found}) == 3
     assert found[0].cases["0"].question == "person" and "79" in found[2].cases
     asked = {case.question for item in found for case in item.cases.values()}
-    assert len(asked) == 80 and {"toothbrush", "stop sign"} < asked and not {"hat", "door"} & asked
-
-
-@pytest.mark.slow
-def test_a_parquet_file_is_read_without_its_images(tmp_path, monkeypatch):
-    """Slow, because importing the package is."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    png(tmp_path / "c.png")
-    data = (tmp_path / "c.png").read_bytes()
-    table = datasets.Dataset.from_dict(
-        {"image": [{"bytes": data, "path": None}] * 3, "query": ["q"] * 3, "label": ["1", "2", "3"]},
-        features=datasets.Features({"image": datasets.Image(), "query": datasets.Value("string"),
-                                    "label": datasets.Value("string")}),
-    )  # fmt: skip
-    table.to_parquet(str(tmp_path / "part.parquet"))
-    # The hub's reader also takes a folder.
-    chosen = benchmark("chartqa")
-    _, records = open_records(chosen, Hub(str(tmp_path), "train"), None)
-    read = list(items_of(records, chosen, Asking()))
-    assert [item.load() for item in read] == [data] * 3
-    with pytest.raises(CommandError, match=r"cannot read .* part"):
-        open_records(chosen, Hub(str(tmp_path), "part"), None)
-    first, second = items("chartqa", tmp_path / "part.parquet", limit=2)
-    assert (first.image, second.number) == ("row 1", 2) and second.load() == data
-    assert second.cases["0"].truth == "2"
-    with pytest.raises(CommandError, match="row 1 has no column 'instruction'"):
-        items("screenspot", tmp_path / "part.parquet")
+    assert len(asked) == 80 and asked - {"person"} < {*others}
 
 
 def annotated(**fields):
     """The file's annotations: one, with these fields."""
     return {"annotations": [{"image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], **fields}]}
+
+
+def query(text):
+    return {"image": "c.png", "requests": [{"skill": "query", "text": text, "answer": "1"}]}
 
 
 def image(**fields):
@@ -250,10 +171,10 @@ def image(**fields):
         (annotated(bbox=[1, 2, 3]), "row 1: bbox is '.1, 2, 3.', needs 4"),
         (annotated(bbox=[1, 2, -3, 4]), "bbox is .* needs a width and a height of at least 0"),
         (annotated(bbox=[1, 2, 3, 10**400]), "bbox is .* needs 4 numbers"),
-        (annotated(area="x"), "area is 'x'"),
+        (annotated(area="x"), "area is 'x', needs a number of at least 0"),
         (annotated(area=-1), "area is '-1'"),
         (annotated(area=float("nan")), "area is 'nan'"),
-        (image(width=10**400, height=1), "width is .* needs a whole number"),
+        (image(width=10**400, height=1), "width is .* needs a number of at least 1"),
         (image(file_name="/etc/passwd"), "an image outside of it"),
         (image(file_name="../val2017/a.jpg"), "an image outside of it"),
         (image(file_name=7), "names no image, but 7"),
@@ -270,11 +191,12 @@ def test_errors_of_a_file_in_the_layout_of_a_set(coco, change, text):
 @pytest.mark.parametrize(
     ("rows", "text"),
     [
-        ([{"query": "q", "label": "1"}], "row 1 has no image in the column 'image'"),
-        ([{"image": "gone.png", "query": "q", "label": "1"}], "row 1: there is no image"),
-        ([{"image": "c.png", "label": "1"}], "row 1 has no column 'query' or 'question'; its columns are label"),
-        ([{"image": "c.png", "query": "  ", "label": "1"}], "query is '  ', needs a text"),
-        ([{"image": "c.png", "query": "\ud800", "label": "1"}], "query is .*ud800', needs a text"),
+        ([{"requests": []}], "row 1 has no image in the column 'image'"),
+        ([{"image": "gone.png", "requests": []}], "row 1: there is no image"),
+        ([{"image": "c.png", "label": "1"}], "row 1 has no column 'requests'; its columns are label"),
+        ([{"image": "c.png", "requests": ["x"]}], "requests is .* needs a list of objects"),
+        ([query("  ")], "text is '  ', needs a text"),
+        ([query("\ud800")], "text is .*ud800', needs a text"),
         (["text"], "row 1 is not an object"),
     ],
 )  # fmt: skip
@@ -282,42 +204,42 @@ def test_errors_name_the_row_and_the_column(tmp_path, rows, text):
     png(tmp_path / "c.png")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(CommandError, match=text):
-        items("chartqa", tmp_path)
+        items("charts", tmp_path)
 
 
 def test_results_of_another_question_are_not_scored(tmp_path):
     png(tmp_path / "c.png")
-    (tmp_path / "rows.jsonl").write_text('{"image": "c.png", "query": "How many?", "label": "1"}')
-    found = {item.identity: item for item in items("chartqa", tmp_path)}
+    write(tmp_path / "rows.jsonl", query("How many?"))
+    found = {item.identity: item for item in items("charts", tmp_path)}
     task = {"question": "Another?", "answer": "1"}
     with pytest.raises(CommandError, match="answers another question than 'How many"):
         list(
             score_lines(
-                [{"image": "c.png", "row": 1, "tasks": {"0": task}}], found, benchmark("chartqa")
+                [{"image": "c.png", "row": 1, "tasks": {"0": task}}], found, benchmark("charts")
             )
         )
 
 
 def test_errors_of_places(tmp_path):
     for name, place, text in (
-        ("chartqa", tmp_path / "no", "there is no file or folder"),
-        ("chartqa", tmp_path, "no file of rows"),
+        ("charts", tmp_path / "no", "there is no file or folder"),
+        ("charts", tmp_path, "no file of rows"),
     ):
         with pytest.raises(CommandError, match=text):
             items(name, place)
     (tmp_path / "x.csv").write_text("a")
-    with pytest.raises(CommandError, match=r"must end with .jsonl or .parquet"):
-        items("chartqa", tmp_path / "x.csv")
+    with pytest.raises(CommandError, match=r"must end with .jsonl"):
+        items("charts", tmp_path / "x.csv")
     (tmp_path / "rows.jsonl").write_bytes(b"\xff")
     with pytest.raises(CommandError, match="is not UTF-8"):
-        items("chartqa", tmp_path)
+        items("charts", tmp_path)
     (tmp_path / "rows.jsonl").write_text("{")
     with pytest.raises(CommandError, match="row 1 is not JSON"):
-        items("chartqa", tmp_path)
+        items("charts", tmp_path)
     image = {"id": 1, "file_name": "gone.png"}
     write(tmp_path / "annotations.json", {"images": [image], "annotations": [], "categories": []})
     with pytest.raises(CommandError, match=r"there is no image 'gone.png' in"):
         items("coco", tmp_path)
-    with pytest.raises(SettingsError, match="did you mean screenspot"):
-        benchmark("screnspot")
+    with pytest.raises(SettingsError, match="did you mean screens"):
+        benchmark("screns")
     assert all(benchmark(name).name == name for name in NAMES)

@@ -5,6 +5,7 @@ training/judging.py scores by this module, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +18,6 @@ from kestrel_client.drawing.svg_path import Polygon, polygons
 from .benchmark import Outcome, Score, share
 from .place_metrics import edges_of, found_boxes, in_polygon, matched
 from .records import Edges
-from .sets.chartqa import relaxed_correct
 
 TEXTS = ("accuracy", "characters", "within 5 %")
 """The metrics of texts: equal but for case; the share of right characters; ChartQA's relaxed accuracy."""
@@ -76,6 +76,26 @@ def _text_score(truth: Truth, said: str) -> Score:
     if truth.metric == "within 5 %":
         return share(truth.metric, float(relaxed_correct(answer, said)), said)
     return share(truth.metric, float(_plain(said) == _plain(answer)), said)
+
+
+def relaxed_correct(expected: str, said: str, tolerance: float = 0.05) -> bool:
+    """ChartQA's relaxed accuracy: numbers may be off by 5 %, other answers must be equal but for case.
+
+    https://arxiv.org/abs/2203.10244, section 5.1. A percentage is its value over 100.
+    """
+    truth, answer = expected.strip().lower(), said.strip().lower()
+    wanted, number = _number(truth), _number(answer)
+    if wanted and number is not None:  # Nothing is within 5 % of 0 but 0, which is equal as a text.
+        return abs(number - wanted) / abs(wanted) <= tolerance
+    return truth == answer
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _plain(text: str) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_client import DetectTask, PointTask, QueryTask, SegmentTask, Task
 
 from ..requests.inputs import Source
-from .records import Edges, Record
+from .records import Record
 
 if TYPE_CHECKING:
     from .scored import AnsweredCase
@@ -26,40 +26,36 @@ class Asking:
     """The options of the questions."""
 
     prompt: str | None = None
-    """The text of a question, where {question} stands for the row's; None for that of the data set."""
+    """The text of a question, where {question} stands for the row's; None for the row's question alone."""
     reasoning: bool = False
     temperature: float = 0.0
     max_tokens: int | None = None
     min_score: float | None = None
     absent: int = 0
-    """Names of absent objects to ask for in each image, in sets of boxes."""
+    """Names of absent objects to ask for in each image, in ``coco``."""
     skills: Sequence[str] | None = None
     """Ask only requests of these skills; None: all of the data set."""
 
-    def query(self, question: str, prompt: str) -> QueryTask:
-        """``prompt``: that of the data set."""
+    def query(self, question: str) -> QueryTask:
         return QueryTask(
-            (self.prompt or prompt).replace("{question}", question),
+            (self.prompt or "{question}").replace("{question}", question),
             reasoning=self.reasoning,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
         )
 
-    def point(self, name: str) -> PointTask:
-        return PointTask(name, **self._spatial())
+    def find(self, skill: str, name: str) -> Task:
+        """``skill``: point, detect or segment."""
+        task: Task = _TASKS[skill](
+            name,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            min_score=self.min_score,
+        )
+        return task
 
-    def detect(self, name: str) -> DetectTask:
-        return DetectTask(name, **self._spatial())
 
-    def segment(self, name: str) -> SegmentTask:
-        return SegmentTask(name, **self._spatial())
-
-    def _spatial(self) -> dict[str, Any]:
-        return {
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-            "min_score": self.min_score,
-        }
+_TASKS: dict[str, Any] = {"point": PointTask, "detect": DetectTask, "segment": SegmentTask}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +70,6 @@ class Case:
     expected: str
     group: str = ""
     """The part of the data set that it belongs to."""
-    boxes: Sequence[Edges] = ()
-    """The true boxes, to draw."""
-    frame: tuple[float, float] | None = (1.0, 1.0)
-    """Width and height of the image in the coordinates of the boxes: 1 for fractions of it; None for its pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +105,6 @@ def share(metric: str, value: float, said: str) -> Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
-    """A data set of the Hugging Face hub."""
-
-    repo: str
-    split: str
-    config: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class SetMetrics:
     """Metrics that are no sums over cases, such as average precision. ``values``: by metric, from 0 to 1."""
 
@@ -142,15 +125,12 @@ class Benchmark:
     """The cases of a row."""
     score: Callable[[Case, Outcome | None], Score]
     """Scores an answer; None for a request that failed, which has the lowest score."""
-    hub: Hub | None = None
     built_in: Path | None = None
-    """The folder of rows that it has itself, in place of a data set of the hub."""
+    """The folder of rows that it has itself."""
     layout: Callable[[Path], Iterator[dict[str, Any]] | None] | None = None
     """Reads a folder in the set's own layout as rows; ``image`` is the path of a file. None for another layout."""
     whole: Callable[[Sequence[AnsweredCase]], SetMetrics | None] | None = None
     """Metrics of all answers together."""
-    groups: Sequence[str] = field(default=())
-    """Its groups in the order of the report; others follow."""
 
 
 def items_of(records: Iterator[Record], benchmark: Benchmark, asking: Asking) -> Iterator[Item]:

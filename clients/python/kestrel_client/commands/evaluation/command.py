@@ -19,7 +19,7 @@ from ..flags import SettingsError
 from ..parser import EXIT_FAILED, CommandError
 from ..requests.flags import add_min_score_flag, add_request_flags, request_options
 from ..values import number, whole
-from .benchmark import Asking, Benchmark, Hub, Item, items_of
+from .benchmark import Asking, Benchmark, Item, items_of
 from .comparison import compare
 from .reading import open_records
 from .report import Report, print_report, write_report
@@ -35,23 +35,20 @@ ESSENTIAL = (
 )
 
 
-_DATA = """
-    --limit N       use only the first N rows; -1: all [-1]
-    --hub REPO      data set of the hub to read instead of the set's own
-    --split NAME    split of the data set on the hub [the set's usual one]
-    --subset NAME   configuration of the data set on the hub [the set's usual one]
-"""
+_HUB = "; write rows of your own (docs/use/evaluation.md)"
+REMOVED = {**dict.fromkeys(("--hub", "--split", "--subset"), _HUB), "--worst": "; see scores.jsonl"}
+"""What to give in place of flags that were removed."""
 _QUESTIONS = """
+    --limit N       use only the first N rows; -1: all [-1]
     --prompt TEXT   text of each question; {question} stands for the row's question [the set's own]
     --reasoning     let the model reason before it answers
     --temperature TEMPERATURE  0 always takes the most likely token [=0]
     --max-tokens MAX  limit on the tokens of each answer [the server's]
     --skills LIST   ask only requests of these skills, with commas between them [all of the set]
-    --absent N      sets of boxes: also ask for N objects that each image does not show [=0]
+    --absent N      coco: also ask for N objects that each image does not show [=0]
 """
 _OUTPUT = """
     --output PATH   folder of results and reports [eval-SET]
-    --worst N       images on the page [=24]
     --fresh         delete the results that there are
     --retry-failed  ask again what failed before
     --quiet         show no progress
@@ -65,22 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.epilog = (
         "Asks about every row of a data set, and scores the answers with the set's own metric. Writes results,\n"
-        "scores, a report and a page with the worst images into the folder --output. The same command continues\n"
-        f"where an interrupted one ended. Without FOLDER, {', '.join(DRAWN[:-1])} and {DRAWN[-1]}\n"
-        "are built in, and another set is read from the hub. The sets:\n"
-        f"{', '.join(NAMES)}.\n"
+        "scores and a report into the folder --output. The same command continues where an interrupted one ended.\n"
+        f"{', '.join(DRAWN[:-1])} and {DRAWN[-1]} are built in; with FOLDER they score rows of your own.\n"
         "  %(prog)s screens --server one:50051\n"
-        "  %(prog)s chartqa rows.jsonl --weights model.safetensors --limit 200\n"
+        "  %(prog)s text rows.jsonl --weights model.safetensors --limit 200\n"
         "  %(prog)s coco coco/ --server one:50051 --output eval-a\n"
         f"  %(prog)s {_COMPARE} eval-a eval-b\n"
         "Exits with 1 if a request failed. docs/use/evaluation.md describes sets, layouts and metrics."
     )
     parser.add_argument("words", metavar="SET", nargs="*", help="data set, and its folder or file")
-    add_flags(parser.add_argument_group("data"), _DATA, N=_limit)
     asking = parser.add_argument_group("questions")
-    add_flags(asking, _QUESTIONS, TEMPERATURE=number, MAX=whole(), N=whole(0, 1000), LIST=_skills)
+    add_flags(
+        asking, _QUESTIONS, limit=_limit, TEMPERATURE=number, MAX=whole(), absent=whole(0, 1000), LIST=_skills,
+    )  # fmt: skip
     add_min_score_flag(asking)
-    add_flags(parser.add_argument_group("output"), _OUTPUT, N=whole(0, 500))
+    add_flags(parser.add_argument_group("output"), _OUTPUT)
     add_running_flags(parser)
     add_request_flags(parser)
     parser.set_defaults(priority="low")
@@ -114,29 +110,12 @@ def run(args: argparse.Namespace) -> int:
             f"its skills are {', '.join(chosen.skills)}"
         )
     asking = Asking(**{name: getattr(args, name) for name in Asking.__slots__})
-    data, items = _data(args, chosen, places[0] if places else None, asking)
-    return _evaluate(args, chosen, data, items, asking)
-
-
-def _data(
-    args: argparse.Namespace, chosen: Benchmark, place: str | None, asking: Asking
-) -> tuple[str, Iterator[Item]]:
-    """The name of the data, and its items."""
-    limit = None if args.limit == -1 else args.limit
-    if place is not None and (args.hub or args.split or args.subset):
-        raise SettingsError("--hub, --split and --subset read from the hub; give them or a folder")
-    if place is None and args.hub is None and chosen.built_in is not None:
-        if args.split or args.subset:
-            raise SettingsError(f"eval {chosen.name} is built in; --split and --subset need --hub")
-        _, records = open_records(chosen, str(chosen.built_in), limit)
-        return "built in", items_of(records, chosen, asking)
-    origin: str | Hub | None = place
-    if origin is None:
-        usual = chosen.hub or Hub("", "test")
-        config = args.subset or (None if args.hub else usual.config)
-        origin = Hub(args.hub or usual.repo, args.split or usual.split, config)
-    name, records = open_records(chosen, origin, limit)
-    return name, items_of(records, chosen, asking)
+    if not places and chosen.built_in is None:
+        raise SettingsError(f"eval {name} needs a folder of its data")
+    place = places[0] if places else str(chosen.built_in)
+    records = open_records(chosen, place, None if args.limit == -1 else args.limit)
+    data = place if places else "built in"
+    return _evaluate(args, chosen, data, items_of(records, chosen, asking), asking)
 
 
 def _evaluate(
@@ -180,12 +159,12 @@ def _evaluate(
         described=described,
         models=models,
         num_images=len(items),
-        totals=totals(scores, chosen.groups),
+        totals=totals(scores),
         whole=chosen.whole(answered) if chosen.whole is not None else None,
         answered=answered,
     )
-    write_report(report, folder, worst=args.worst)
-    print_report(report, folder, as_json=args.json)
+    write_report(report, folder)
+    print_report(report, as_json=args.json)
     return EXIT_FAILED if report.failed else 0
 
 

@@ -1,4 +1,4 @@
-"""``eval compare``: two runs of one data set side by side, with paired tests."""
+"""``eval compare``: two runs of one data set side by side, with a paired test."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from ..flags import SettingsError
 from ..parser import CommandError
 from .report import REPORT, SCORES, percent, print_table
 from .scored import ScoredCase, read_scores
-from .sets import benchmark
 from .statistics import Difference, differences
 
-_METHOD = (
-    "Interval and p: paired bootstrap over images. McNemar's exact test compares right and wrong answers one by one; "
-    "it takes the questions of an image as independent."
-)
+_METHOD = "Interval and p: paired bootstrap over images."
 
 
 def compare(places: Sequence[str], *, as_json: bool) -> int:
@@ -35,7 +31,7 @@ def compare(places: Sequence[str], *, as_json: bool) -> int:
     first, second = _paired(*sides)
     if not first:
         raise CommandError("the runs have no question in common")
-    found = differences(first, second, benchmark(names.pop()).groups)
+    found = differences(first, second)
     only = len(sides[0]) + len(sides[1]) - 2 * len(first)
     title = f"{places[0]} and {places[1]}: {len(first)} questions in common"
     notes = [*_settings(reports, places), _METHOD]
@@ -91,10 +87,9 @@ def _text(report: Any, name: str) -> str:
 
 def _table(found: Sequence[Difference], places: Sequence[str]) -> list[list[str]]:
     head = ["", "metric", "questions", *places, "difference", "95 % interval", "p"]
-    rows = [[*head, "only one right", "McNemar p"]]
+    rows = [head]
     for each in found:
         interval = "" if each.low is None else f"{_signed(each.low)} … {_signed(each.high)}"
-        tested = each.mcnemar_p is not None
         rows.append(
             [
                 each.group,
@@ -105,8 +100,6 @@ def _table(found: Sequence[Difference], places: Sequence[str]) -> list[list[str]
                 _signed(each.second - each.first),
                 interval,
                 _probability(each.bootstrap_p),
-                f"{each.only_first} and {each.only_second}" if tested else "",
-                _probability(each.mcnemar_p),
             ]
         )
     return rows

@@ -1,4 +1,4 @@
-"""Scores of places: boxes by their intersection over union, and clicks."""
+"""Scores of places: boxes by their intersection over union, and points in outlines."""
 
 from __future__ import annotations
 
@@ -61,8 +61,3 @@ def in_polygon(x: float, y: float, polygon: Sequence[tuple[float, float]]) -> bo
         if (y0 > y) != (y1 > y) and x < (x1 - x0) * (y - y0) / (y1 - y0) + x0:
             crossed = not crossed
     return crossed
-
-
-def inside(x: float, y: float, box: Edges) -> bool:
-    """Whether a point is in a box or on its edge."""
-    return box[0] <= x <= box[2] and box[1] <= y <= box[3]

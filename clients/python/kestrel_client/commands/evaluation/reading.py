@@ -1,8 +1,7 @@
-"""Reads the rows of a data set: a file or folder, or a data set of the hub."""
+"""Reads the rows of a data set: a file, or a folder."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -13,45 +12,29 @@ from kestrel_client.images.fetching import is_url
 
 from ..files import file_errors, json_lines
 from ..parser import CommandError
-from ..requests.inputs import Source
-from .benchmark import Benchmark, Hub
+from .benchmark import Benchmark
 from .records import Record
 
 _IMAGE = "image"
 _DOCS = "docs/use/evaluation.md describes the layouts"
 
 
-Records = tuple[str, Iterator[Record]]
-"""The name of a data set, and its rows."""
-
-
-def open_records(benchmark: Benchmark, origin: str | Hub, limit: int | None) -> Records:
-    """Returns the rows of a file or folder, or of a data set of the hub. Raises CommandError."""
-    if isinstance(origin, str):
-        with file_errors("read", origin):
-            return origin, _local_rows(benchmark, Path(origin), limit)
-    named = origin.repo if origin.config is None else f"{origin.repo} ({origin.config})"
-    name = f"{named} {origin.split}"
-    return name, _loaded(name, limit, origin.repo, origin.config, split=origin.split)
-
-
-def _local_rows(benchmark: Benchmark, path: Path, limit: int | None) -> Iterator[Record]:
+def open_records(benchmark: Benchmark, place: str, limit: int | None) -> Iterator[Record]:
+    """The rows of a file or folder. Raises CommandError."""
+    path = Path(place)
     if not path.exists():
-        raise CommandError(
-            f"there is no file or folder {str(path)!r}; --hub REPO reads a hub's set"
-        )
-    rows = benchmark.layout(path) if benchmark.layout is not None and path.is_dir() else None
-    if rows is not None:
+        raise CommandError(f"there is no file or folder {place!r}")
+    with file_errors("read", place):
+        rows = benchmark.layout(path) if benchmark.layout is not None and path.is_dir() else None
+        if rows is None:
+            path = _file_of(path, benchmark)
+            return _file_records(path, path.parent, list(islice(json_lines(path), limit)))
         try:
             return _file_records(path, path, list(islice(rows, limit)))
         except (TypeError, ValueError, AttributeError) as error:  # A list as an id, for example.
             raise CommandError(
-                f"{str(path)!r} is not in the layout of {benchmark.title}: {error}; {_DOCS}"
+                f"{place!r} is not in the layout of {benchmark.title}: {error}; {_DOCS}"
             ) from None
-    file = _file_of(path, benchmark)
-    if file.suffix == ".parquet":
-        return _loaded(str(file), limit, "parquet", data_files=str(file), split="train")
-    return _file_records(file, file.parent, list(islice(json_lines(file), limit)))
 
 
 def objects_of(value: Any, path: Path, key: str | None = None) -> list[dict[str, Any]]:
@@ -80,19 +63,15 @@ def image_file(folder: Path, name: object, *subfolders: str) -> str:
 
 def _file_of(path: Path, benchmark: Benchmark) -> Path:
     """The file of rows that ``path`` is or has."""
-    suffixes = (".jsonl", ".parquet")
     if path.is_file():
-        if path.suffix not in suffixes:
-            raise CommandError(f"{str(path)!r} must end with {' or '.join(suffixes)}; {_DOCS}")
+        if path.suffix != ".jsonl":
+            raise CommandError(f"{str(path)!r} must end with .jsonl; {_DOCS}")
         return path
-    files = sorted(each for each in path.iterdir() if each.suffix in suffixes)
-    if len(files) > 1 and all(each.suffix == ".parquet" for each in files):
-        return path / "*.parquet"
+    files = sorted(each for each in path.iterdir() if each.suffix == ".jsonl")
     if len(files) != 1:
         found = f"{len(files)} files" if files else "no file"
         raise CommandError(
-            f"the folder {str(path)!r} has {found} of rows (.jsonl, .parquet) and not the layout of "
-            f"{benchmark.title}; {_DOCS}"
+            f"the folder {str(path)!r} has {found} of rows (.jsonl) and not the layout of {benchmark.title}; {_DOCS}"
         )
     return files[0]
 
@@ -111,38 +90,3 @@ def _file_records(place: Path, folder: Path, rows: list[dict[str, Any]]) -> Iter
             raise CommandError(f"{place}: row {number}: there is no image {source!r}")
         records.append(Record(str(place), number, row, name, partial(str, source)))
     return iter(records)
-
-
-def _loaded(name: str, limit: int | None, *args: Any, **options: Any) -> Iterator[Record]:
-    """Rows of the package datasets."""
-    if importlib.util.find_spec("datasets") is None:
-        raise CommandError(
-            f"{name!r} needs the package datasets: pip install './clients/python[cli,eval]'"
-        )
-    import datasets
-
-    try:
-        data = datasets.load_dataset(*args, **options)
-        columns = data.column_names
-        if _IMAGE in columns:
-            data = data.cast_column(_IMAGE, datasets.Image(decode=False))
-    except Exception as error:  # It raises errors of many kinds: of the hub, of files, of its own.
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise CommandError(f"cannot read {name!r}: {why[:300]}") from None
-    if _IMAGE not in columns:
-        raise CommandError(f"{name} has no column {_IMAGE!r}; its columns are {', '.join(columns)}")
-    plain = data.remove_columns(_IMAGE)
-    count = len(data) if limit is None else min(limit, len(data))
-    return (
-        Record(name, i + 1, plain[i], f"row {i + 1}", partial(_image_at, data, name, i))
-        for i in range(count)
-    )
-
-
-def _image_at(data: Any, name: str, index: int) -> Source:
-    image = data[index][_IMAGE]
-    found = (image.get("bytes") or image.get("path")) if isinstance(image, dict) else None
-    if not found:
-        raise CommandError(f"{name}: row {index + 1} has no image")
-    source: Source = found
-    return source

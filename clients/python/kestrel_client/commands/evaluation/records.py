@@ -29,47 +29,34 @@ class Record:
     load: Callable[[], Source]
     """Returns the image."""
 
-    def value(self, *names: str) -> Any:
-        """The value of the first of these columns that there is."""
-        for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
+    def value(self, name: str) -> Any:
+        if self.values.get(name) is not None:
+            return self.values[name]
         columns = ", ".join(n for n, value in self.values.items() if value is not None) or "none"
         raise CommandError(
-            f"{self.place}: row {self.number} has no column {' or '.join(map(repr, names))}; its columns are {columns}"
+            f"{self.place}: row {self.number} has no column {name!r}; its columns are {columns}"
         )
+
+    def within(self, values: Mapping[str, Any]) -> Record:
+        """A part of the row."""
+        return Record(self.place, self.number, values, self.image, self.load)
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def text(self, *names: str) -> str:
-        value = self.value(*names)
+    def text(self, name: str) -> str:
+        value = self.value(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         if not isinstance(value, str) or not value.strip() or not is_unicode(value):
-            self.refuse(names[0], value, "a text")
+            self.refuse(name, value, "a text")
         return value
 
-    def texts(self, *names: str) -> list[str]:
-        """A list of texts; one text is a list of one."""
-        value = self.value(*names)
-        if isinstance(value, str):
-            value = [value]
-        is_list = isinstance(value, (list, tuple)) and len(value) > 0
-        if not is_list or not all(isinstance(each, (str, int, float)) for each in value):
-            self.refuse(names[0], value, "a list of texts")
-        texts = [str(each) for each in value]
-        if not all(map(is_unicode, texts)):
-            self.refuse(names[0], value, "a list of texts")
-        return texts
-
-    def integer(self, *names: str) -> int:
-        value = self.value(*names)
-        if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _LARGEST:
-            self.refuse(names[0], value, "a whole number")
-        return value
+    def number_of(self, name: str, least: float = 0) -> float:
+        value = self.value(name)
+        if not is_number(value) or value < least:
+            self.refuse(name, value, f"a number of at least {least:g}")
+        return float(value)
 
     def numbers(self, name: str, count: int) -> list[float]:
         value = self.value(name)

@@ -1,4 +1,4 @@
-"""The report of an evaluation: a table, JSON, the scores, and the page."""
+"""The report of an evaluation: a table, JSON, and the scores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import Any
 
 from ..files import write_whole
 from .benchmark import Benchmark, SetMetrics
-from .page import write_page
 from .scored import AnsweredCase, write_scores
 from .statistics import Total, plain
 
 SCORES = "scores.jsonl"
 REPORT = "report.json"
-PAGE = "report.html"
 
 
 @dataclass(frozen=True)
@@ -79,22 +77,16 @@ class Report:
         return notes
 
 
-def write_report(report: Report, folder: Path, *, worst: int) -> None:
+def write_report(report: Report, folder: Path) -> None:
     """Writes all files of the report into ``folder``. Raises CommandError."""
     write_whole(
         folder / SCORES, lambda file: write_scores((a.scored for a in report.answered), file)
     )
     text = json.dumps(report.plain(), ensure_ascii=False, indent=1) + "\n"
     write_whole(folder / REPORT, lambda file: file.write_text(text, encoding="utf-8"))
-    write_whole(
-        folder / PAGE,
-        lambda file: write_page(
-            file, report.title, report.notes, table(report), _worst(report, worst)
-        ),
-    )
 
 
-def print_report(report: Report, folder: Path, *, as_json: bool) -> None:
+def print_report(report: Report, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.plain(), ensure_ascii=False))
         return
@@ -104,7 +96,6 @@ def print_report(report: Report, folder: Path, *, as_json: bool) -> None:
         print(note)
     if report.failed:
         print("--retry-failed asks again what failed")
-    print(f"{folder / PAGE} shows the worst answers")
 
 
 Table = Sequence[Sequence[str]]
@@ -134,9 +125,3 @@ def print_table(rows: Table) -> None:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
-
-
-def _worst(report: Report, count: int) -> list[AnsweredCase]:
-    """The cases with the lowest scores, which are not perfect."""
-    imperfect = [each for each in report.answered if each.scored.value < 1]
-    return sorted(imperfect, key=lambda each: each.scored.value)[:count]

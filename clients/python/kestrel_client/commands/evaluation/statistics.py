@@ -6,15 +6,13 @@ they are not independent of each other (Miller, https://arxiv.org/abs/2411.00640
 every one wrong, samples do not differ. The interval is then the exact binomial one of that many images (Clopper and
 Pearson, Biometrika 26, 1934).
 
-The exact form of McNemar's test (Psychometrika 12, 1947) tests whether one side has more right answers, where every
-answer is right or wrong. The paired bootstrap (Efron and Tibshirani, 1993; for two systems on one test set: Koehn,
-https://aclanthology.org/W04-3250) gives the interval of every difference: each sample draws images, with all cases
-of an image and the answers of both sides.
+The interval of a difference comes from the paired bootstrap (Efron and Tibshirani, 1993; for two systems on one test
+set: Koehn, https://aclanthology.org/W04-3250): each sample draws images, with all cases of an image and the answers of
+both sides.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,9 +45,9 @@ class Total:
     high: float | None
 
 
-def totals(scores: Sequence[ScoredCase], groups: Sequence[str] = ()) -> list[Total]:
-    """The metrics of all cases and of each group. ``groups``: those that come first, in order."""
-    names = metrics_of(scores, groups)
+def totals(scores: Sequence[ScoredCase]) -> list[Total]:
+    """The metrics of all cases and of each group."""
+    names = metrics_of(scores)
     images = list(dict.fromkeys(each.image for each in scores))
     parts, wholes, cases = sums(scores, names, images)
     lows, highs = intervals(parts, wholes)
@@ -63,7 +61,7 @@ def totals(scores: Sequence[ScoredCase], groups: Sequence[str] = ()) -> list[Tot
     return found
 
 
-def metrics_of(scores: Iterable[ScoredCase], groups: Sequence[str] = ()) -> list[Name]:
+def metrics_of(scores: Iterable[ScoredCase]) -> list[Name]:
     """All groups with their metrics. The group of all cases comes first, with the metrics that every group has."""
     by_group: dict[str, dict[str, None]] = defaultdict(dict)
     for each in scores:
@@ -73,7 +71,7 @@ def metrics_of(scores: Iterable[ScoredCase], groups: Sequence[str] = ()) -> list
         for metric in next(iter(by_group.values()), {})
         if all(metric in others for others in by_group.values())
     ]
-    order = [g for g in groups if g in by_group] + sorted(set(by_group) - set(groups))
+    order = sorted(by_group)
     names = [(ALL, metric) for metric in shared]
     if order != [""]:
         names += [(group, metric) for group in order for metric in by_group[group]]
@@ -159,8 +157,8 @@ def plain(total: Total) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One metric of both sides. ``low``, ``high``: the 95 % interval of second minus first; ``bootstrap_p`` and
-    ``mcnemar_p``: how probable so large a difference is if there is none. None where a test does not apply."""
+    """One metric of both sides. ``low``, ``high``: the 95 % interval of second minus first; ``bootstrap_p``: how
+    probable so large a difference is if there is none. None with fewer than two images."""
 
     group: str
     metric: str
@@ -170,17 +168,11 @@ class Difference:
     low: float | None
     high: float | None
     bootstrap_p: float | None
-    only_first: int
-    """Cases that only the first side has right."""
-    only_second: int
-    mcnemar_p: float | None
 
 
-def differences(
-    first: Sequence[ScoredCase], second: Sequence[ScoredCase], groups: Sequence[str] = ()
-) -> list[Difference]:
+def differences(first: Sequence[ScoredCase], second: Sequence[ScoredCase]) -> list[Difference]:
     """The metrics of two sides. They have the same cases, in the same order."""
-    names = metrics_of(first, groups)
+    names = metrics_of(first)
     images = list(dict.fromkeys(each.image for each in first))
     sides = [sums(side, names, images) for side in (first, second)]
     drawn = None
@@ -203,34 +195,6 @@ def differences(
             low, high = lows[column], highs[column]
             tail = min(np.count_nonzero(gap <= 0), np.count_nonzero(gap >= 0))
             p = min(1.0, 2 * (int(tail) + 1) / (len(gap) + 1))
-        right = _right(first, second, group, metric)
-        only_first = sum(a and not b for a, b in right or ())
-        only_second = sum(b and not a for a, b in right or ())
-        test = None if right is None else mcnemar(only_first, only_second)
         cases = sides[0][2][group, metric]
-        found.append(
-            Difference(group, metric, cases, one, two, low, high, p, only_first, only_second, test)
-        )
+        found.append(Difference(group, metric, cases, one, two, low, high, p))
     return found
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """The two-sided exact probability of so uneven a division of the cases that one side alone has right."""
-    total = only_first + only_second
-    tail = sum(math.comb(total, k) for k in range(min(only_first, only_second) + 1))
-    return float(min(1.0, 2 * tail / 2**total))
-
-
-def _right(
-    first: Sequence[ScoredCase], second: Sequence[ScoredCase], group: str, metric: str
-) -> list[tuple[bool, bool]] | None:
-    """Whether the sides have each case right; None if answers can be right in part."""
-    pairs = []
-    for a, b in zip(first, second, strict=True):
-        if metric not in a.counts or group not in ("all", a.group):
-            continue
-        counts = [tuple(side.counts.get(metric, ())) for side in (a, b)]
-        if any(count not in ((0.0, 1.0), (1.0, 1.0)) for count in counts):
-            return None
-        pairs.append((counts[0][0] == 1.0, counts[1][0] == 1.0))
-    return pairs

@@ -1,129 +1,81 @@
 """COCO: the boxes of objects by name, by COCO's average precision and by F1.
 
-Rows: ``objects`` with lists ``bbox`` (x, y, width, height in pixels) and ``label`` (name, or id of COCO's categories),
-perhaps ``iscrowd`` and ``area``; perhaps ``width`` and ``height`` of the image, and ``absent``, names of what it does
-not show. The model is asked for the names that an image has, and with --absent for others.
+Rows: ``objects``, a list of objects with ``bbox`` (x, y, width, height in pixels) and ``label`` (a name), perhaps
+``iscrowd`` and ``area``; perhaps ``width`` and ``height`` of the image, and ``absent``, names of what it does not show.
+The model is asked for the names that an image has, and with --absent for others.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...files import json_file
 from ...parser import CommandError
-from ..benchmark import Asking, Benchmark, Case, Hub, Outcome, Score, SetMetrics
+from ..benchmark import Asking, Benchmark, Case, Outcome, Score, SetMetrics
 from ..place_metrics import found_boxes, matched, size_of, to_pixels
 from ..reading import image_file, objects_of
-from ..records import Edges, Record, is_number, is_unicode
+from ..records import Edges, Record
 from ..scored import AnsweredCase
 
-_ALL = (
-    "person|bicycle|car|motorcycle|airplane|bus|train|truck|boat|traffic light|fire hydrant|street sign|stop sign|"
-    "parking meter|bench|bird|cat|dog|horse|sheep|cow|elephant|bear|zebra|giraffe|hat|backpack|umbrella|shoe|"
-    "eye glasses|handbag|tie|suitcase|frisbee|skis|snowboard|sports ball|kite|baseball bat|baseball glove|skateboard|"
-    "surfboard|tennis racket|bottle|plate|wine glass|cup|fork|knife|spoon|bowl|banana|apple|sandwich|orange|broccoli|"
-    "carrot|hot dog|pizza|donut|cake|chair|couch|potted plant|bed|mirror|dining table|window|desk|toilet|door|tv|"
-    "laptop|mouse|remote|keyboard|cell phone|microwave|oven|toaster|sink|refrigerator|blender|book|clock|vase|scissors|"
-    "teddy bear|hair drier|toothbrush|hair brush"
-).split("|")
-_UNLABELLED = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83, 91)
-"""Ids that COCO's own files have no boxes of."""
 _FILES = (
     "annotations/instances_val*.json",
     "instances_*.json",
     "annotations.json",
     "_annotations.coco.json",
 )
-CATEGORIES = dict(enumerate(_ALL, 1))
-"""COCO's categories by their ids, https://cocodataset.org."""
-
-
-_LABELLED = [name for number, name in CATEGORIES.items() if number not in _UNLABELLED]
 
 
 class _Truth(NamedTuple):
-    """The boxes of one name in an image, in pixels. ``crowds``: boxes of groups, which count neither way."""
+    """The boxes of one name in an image, in pixels of ``frame``, its size; None for the size of the file. ``crowds``:
+    boxes of groups, which count neither way."""
 
     name: str
+    frame: tuple[float, float] | None
     boxes: list[Edges]
     areas: list[float]
     crowds: list[Edges]
 
 
 def _cases(record: Record, asking: Asking) -> list[Case]:
-    truths = {truth.name: truth for truth in _truths(record)}
-    others = record.texts("absent") if record.values.get("absent") else _LABELLED
-    others = [name for name in others if name not in truths]
-    rng = random.Random(f"{record.image}/{record.number}")  # The same for every run.
-    absent = sorted(rng.sample(others, min(asking.absent, len(others))))
-    names = [each for each in truths.values() if each.boxes]
-    frame = (record.integer("width"), record.integer("height")) if record.has("width") else None
-    if frame is not None and min(frame) < 1:
-        record.refuse("width and height", frame, "at least 1")
-    names += [_Truth(name, [], [], []) for name in absent]
-    return [_case(each, frame, asking) for each in names]
-
-
-def _case(truth: _Truth, frame: tuple[int, int] | None, asking: Asking) -> Case:
-    return Case(
-        task=asking.detect(truth.name),
-        truth=truth,
-        question=truth.name,
-        expected=f"{len(truth.boxes)} in the image",
-        boxes=truth.boxes,
-        frame=frame,
-    )
-
-
-def _truths(record: Record) -> list[_Truth]:
-    objects = record.value("objects")
-    if isinstance(objects, str):
-        try:
-            objects = json.loads(objects)
-        except ValueError:
-            record.refuse("objects", objects, "JSON")
-    if not isinstance(objects, dict):
-        record.refuse("objects", objects, "lists bbox and label")
-    inner = Record(record.place, record.number, objects, record.image, record.load)
-    boxes, labels = inner.value("bbox"), inner.value("label", "category")
-    if not isinstance(boxes, list) or not isinstance(labels, list) or len(boxes) != len(labels):
-        record.refuse("objects", objects, "lists bbox and label of the same length")
-    crowds = _beside(record, objects, "iscrowd", len(boxes))
-    areas = _beside(record, objects, "area", len(boxes))
-    found: dict[str, _Truth] = {}
-    for box, label, crowd, area in zip(boxes, labels, crowds, areas, strict=True):
-        own = Record(record.place, record.number, {"bbox": box}, record.image, record.load)
-        edges = own.box("bbox")
-        name = CATEGORIES.get(label) if isinstance(label, int) else label
-        if not isinstance(name, str) or not is_unicode(name):
-            record.refuse("label", label, "a name or the id of a category of COCO")
-        if area is not None and (not is_number(area) or area < 0):
-            record.refuse("area", area, "a number of at least 0")
-        truth = found.setdefault(name, _Truth(name, [], [], []))
-        if crowd:
+    frame = None
+    if record.has("width"):
+        frame = record.number_of("width", 1), record.number_of("height", 1)
+    truths: dict[str, _Truth] = {}
+    for each in map(record.within, record.rows("objects")):
+        name, edges = each.text("label"), each.box("bbox")
+        area = each.number_of("area") if each.has("area") else _area(edges)
+        truth = truths.setdefault(name, _Truth(name, frame, [], [], []))
+        if each.values.get("iscrowd"):
             truth.crowds.append(edges)
         else:
             truth.boxes.append(edges)
-            truth.areas.append(_area(edges) if area is None else float(area))
-    return list(found.values())
-
-
-def _beside(record: Record, objects: Mapping[str, Any], name: str, count: int) -> list[Any]:
-    """A value of each box; None where there is none."""
-    values = objects.get(name) or [None] * count
-    if not isinstance(values, list) or len(values) != count:
-        record.refuse(name, values, f"a list of {count}, one for each box")
-    return values
+            truth.areas.append(area)
+    others = record.values.get("absent") or []
+    if not isinstance(others, list):
+        record.refuse("absent", others, "a list of names")
+    others = sorted({str(name) for name in others} - truths.keys())
+    rng = random.Random(f"{record.image}/{record.number}")  # The same for every run.
+    absent = sorted(rng.sample(others, min(asking.absent, len(others))))
+    found = [each for each in truths.values() if each.boxes]
+    found += [_Truth(name, frame, [], [], []) for name in absent]
+    return [
+        Case(
+            task=asking.find("detect", truth.name),
+            truth=truth,
+            question=truth.name,
+            expected=f"{len(truth.boxes)} in the image",
+        )
+        for truth in found
+    ]
 
 
 def _score(case: Case, outcome: Outcome | None) -> Score:
     truth: _Truth = case.truth
     found = [] if outcome is None else [box for box, _ in found_boxes(outcome)]
-    boxes = [to_pixels(box, _frame(case, outcome)) for box in found]
+    boxes = [to_pixels(box, _frame(truth, outcome)) for box in found]
     ious = matched(truth.boxes, boxes)
     wanted = len(boxes) + len(truth.boxes)
     value = 2 * len(ious) / wanted if wanted else float(outcome is not None)
@@ -160,7 +112,7 @@ def _whole(answered: Sequence[AnsweredCase]) -> SetMetrics | None:
             own = {"id": len(truths) + 1, "bbox": _corner(box), "area": areas[i], "iscrowd": crowd}
             truths.append({**place, **own})
         if each.outcome is not None:
-            frame = _frame(each.case, each.outcome)
+            frame = _frame(truth, each.outcome)
             for box, score in found_boxes(each.outcome):
                 found.append({**place, "bbox": _corner(to_pixels(box, frame)), "score": score})
     if not truths:
@@ -187,9 +139,9 @@ def _whole(answered: Sequence[AnsweredCase]) -> SetMetrics | None:
     return SetMetrics({m: v for m, v in zip(metrics, values, strict=True) if v >= 0}, note)
 
 
-def _frame(case: Case, outcome: Outcome | None) -> tuple[float, float]:
+def _frame(truth: _Truth, outcome: Outcome | None) -> tuple[float, float]:
     """The size of the image in the coordinates of the truth."""
-    return case.frame or size_of(outcome or {})
+    return truth.frame or size_of(outcome or {})
 
 
 def _corner(box: Edges) -> list[float]:
@@ -212,19 +164,14 @@ def _layout(folder: Path) -> Iterator[dict[str, Any]] | None:
 def _rows(folder: Path, file: Path) -> Iterator[dict[str, Any]]:
     whole = json_file(file)
     names = {each.get("id"): each.get("name") for each in objects_of(whole, file, "categories")}
-    objects: dict[Any, dict[str, list[Any]]] = {}
+    objects: dict[Any, list[dict[str, Any]]] = {}
     for each in objects_of(whole, file, "annotations"):
         if each.get("category_id") not in names:
             raise CommandError(
                 f"{str(file)!r}: an annotation has the unknown category_id {each.get('category_id')!r}"
             )
-        own = objects.setdefault(
-            each.get("image_id"), {"bbox": [], "label": [], "iscrowd": [], "area": []}
-        )
-        own["bbox"].append(each.get("bbox"))
-        own["label"].append(names[each["category_id"]])
-        own["iscrowd"].append(each.get("iscrowd", 0))
-        own["area"].append(each.get("area"))
+        own = {"label": names[each["category_id"]], **each}
+        objects.setdefault(each.get("image_id"), []).append(own)
     part = file.stem.removeprefix("instances_")
     for image in objects_of(whole, file, "images"):
         others = (
@@ -233,7 +180,7 @@ def _rows(folder: Path, file: Path) -> Iterator[dict[str, Any]]:
         path = image_file(folder, image.get("file_name"), part, "images")
         yield {
             "image": str(Path(path).relative_to(folder)),
-            "objects": objects.get(image.get("id"), {"bbox": [], "label": []}),
+            "objects": objects.get(image.get("id"), []),
             "absent": [names[number] for number in others if number in names],
             "width": image.get("width"),
             "height": image.get("height"),
@@ -247,7 +194,6 @@ BENCHMARK = Benchmark(
     skills=("detect",),
     cases=_cases,
     score=_score,
-    hub=Hub("moondream/coco-val-2017-bbox-cleaned", "validation"),
     layout=_layout,
     whole=_whole,
 )

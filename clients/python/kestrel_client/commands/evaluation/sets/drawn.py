@@ -32,7 +32,7 @@ def _cases(record: Record, asking: Asking) -> list[Case]:
     wanted = asking.skills or _SKILLS
     cases = []
     for request in record.rows("requests"):
-        one = Record(record.place, record.number, request, record.image, record.load)
+        one = record.within(request)
         truth = read_truth(one)
         if truth.skill in wanted:
             cases.append(_case(one, truth, asking))
@@ -76,9 +76,9 @@ def _case(request: Record, truth: Truth, asking: Asking) -> Case:
     text, refs = request.text("text"), _numbers(request, "refs", 2, 4)
     task: Any
     if truth.skill == "query":
-        task = replace(asking.query(text, "{question}"), spatial_refs=refs)
+        task = replace(asking.query(text), spatial_refs=refs)
     else:
-        task = getattr(asking, truth.skill)(text)
+        task = asking.find(truth.skill, text)
     count = len(truth.boxes)
     return Case(
         task=task,
@@ -86,7 +86,6 @@ def _case(request: Record, truth: Truth, asking: Asking) -> Case:
         question=text,
         expected=truth.answer or f"{count or 'nothing'} in the image",
         group=request.text("kind") if request.has("kind") else truth.skill,
-        boxes=truth.boxes,
     )
 
 
