@@ -20,53 +20,21 @@ CONFIG_NAME = "adapter_config.json"
 """PEFT's description of an adapter, beside its tensors."""
 
 _READ = {
-    "alpha_pattern",
-    "exclude_modules",
-    "init_lora_weights",
-    "layers_to_transform",
-    "lora_alpha",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "use_rslora",
+    *("alpha_pattern", "exclude_modules", "init_lora_weights", "layers_to_transform", "lora_alpha"),
+    *("peft_type", "r", "rank_pattern", "target_modules", "use_rslora"),
 }
 _WITHOUT_EFFECT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "inference_mode",
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core"),
+    *("peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
     "layers_pattern",  # names the list of layers that layers_to_transform counts
-    "lora_dropout",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
 }
 _KNOWN_VALUES = {"bias": "none"}
 """Further values that stand for "off"."""
 _ONLY_IF_OFF = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "bias",
-    "corda_config",
-    "ensure_weight_tying",
-    "eva_config",
-    "fan_in_fan_out",
-    "kasa_config",
-    "layer_replication",
-    "loftq_config",
-    "lora_bias",
-    "lora_ga_config",
-    "megatron_config",
-    "modules_to_save",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
+    *("alora_invocation_tokens", "arrow_config", "bias", "corda_config", "ensure_weight_tying"),
+    *("eva_config", "fan_in_fan_out", "kasa_config", "layer_replication", "loftq_config"),
+    *("lora_bias", "lora_ga_config", "megatron_config", "modules_to_save", "monteclora_config"),
+    *("target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora"),
     "velora_config",
 )
 """Keys that are refused in metadata too, where other keys mean nothing."""

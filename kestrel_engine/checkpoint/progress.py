@@ -9,9 +9,11 @@ from ..types.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+_INTERVAL_S = 2.0
 
-def log_progress(action: str, *, interval_s: float = 2.0) -> Progress:
-    """Returns a callback that logs ``action`` with percentage and size, at most every ``interval_s`` and at the end.
+
+def log_progress(action: str) -> Progress:
+    """Returns a callback that logs ``action`` with percentage and size, at most every _INTERVAL_S and at the end.
 
     It logs nothing if the work ends within the first interval.
     """
@@ -21,7 +23,7 @@ def log_progress(action: str, *, interval_s: float = 2.0) -> Progress:
         nonlocal started_at, last_at
         now = clock.now()
         finished = total_bytes > 0 and done_bytes >= total_bytes
-        if now - last_at < interval_s and not (finished and last_at > started_at):
+        if now - last_at < _INTERVAL_S and not (finished and last_at > started_at):
             return
         last_at = now
         if total_bytes > 0:

@@ -13,18 +13,16 @@ import select
 import signal
 import sys
 import threading
-import time
 
 _PR_SET_PDEATHSIG = 1
 """From Linux's sys/prctl.h."""
 
 
-def end_with_parent(fd: int, *, after_s: float = 0.0, kernel_signal: bool = False) -> None:
+def end_with_parent(fd: int, *, kernel_signal: bool = False) -> None:
     """Kills this process once the other end of ``fd`` is closed. The child calls this function; it returns at once.
 
     ``fd``: the read end of a pipe, or a socket. Only the parent may hold the other end, so a forked child must close
-    its copy of that end before this call. This function reads no data from ``fd``. ``after_s``: seconds that the child
-    has to end by itself after the parent has ended.
+    its copy of that end before this call. This function reads no data from ``fd``.
 
     ``kernel_signal``: on Linux, ask the kernel to send SIGKILL as well, without delay (PR_SET_PDEATHSIG). The signal
     also works while no Python code can run, for instance while an extension holds the interpreter. The kernel sends the
@@ -39,12 +37,11 @@ def end_with_parent(fd: int, *, after_s: float = 0.0, kernel_signal: bool = Fals
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
     # A parent that ended before the call of prctl() causes no signal. The watcher still sees the closed pipe.
-    threading.Thread(target=_watch, args=(fd, after_s), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(fd,), name="parent-watch", daemon=True).start()
 
 
-def _watch(fd: int, after_s: float) -> None:
+def _watch(fd: int) -> None:
     poller = select.poll()
     poller.register(fd, 0)  # With an empty mask, poll() reports a closed other end and no data.
     poller.poll()
-    time.sleep(after_s)
     os.kill(os.getpid(), signal.SIGKILL)

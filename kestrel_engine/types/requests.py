@@ -322,7 +322,7 @@ SpatialRef: TypeAlias = tuple[float, float] | tuple[float, float, float, float]
 """A normalised point (x, y) or box (x_min, y_min, x_max, y_max)."""
 
 
-def check_spatial_refs(refs: object, field: str = "spatial_refs") -> tuple[SpatialRef, ...]:
+def check_spatial_refs(refs: object) -> tuple[SpatialRef, ...]:
     """Validates references given as a sequence of 2- or 4-number sequences; None means none. Raises InvalidRequest.
 
     Arrays with a ``tolist`` method, such as numpy's, count as sequences.
@@ -331,10 +331,12 @@ def check_spatial_refs(refs: object, field: str = "spatial_refs") -> tuple[Spati
     if refs is None:
         return ()
     if not isinstance(refs, (list, tuple)):
-        raise InvalidRequest(field, "must be a list of [x, y] or [x_min, y_min, x_max, y_max]")
+        raise InvalidRequest(
+            "spatial_refs", "must be a list of [x, y] or [x_min, y_min, x_max, y_max]"
+        )
     checked: list[SpatialRef] = []
     for i, ref in enumerate(refs):
-        checked.append(check_place((field, i), ref))
+        checked.append(check_place(("spatial_refs", i), ref))
     return tuple(checked)
 
 

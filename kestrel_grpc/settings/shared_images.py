@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -95,10 +94,10 @@ class SharedImagesConfig:
     def is_redis(self) -> bool:
         return urlsplit(self.url or "").scheme in _REDIS_SCHEMES
 
-    def password(self, environ: Mapping[str, str] | None = None) -> str | None:
+    def password(self) -> str | None:
         """The password of Redis. Raises OSError and UnicodeDecodeError if the file can't be read."""
         if self.password_file is None:
-            return (os.environ if environ is None else environ).get(PASSWORD_VARIABLE) or None
+            return os.environ.get(PASSWORD_VARIABLE) or None
         return read_small_file(self.password_file, 4096).decode().rstrip("\r\n") or None
 
 

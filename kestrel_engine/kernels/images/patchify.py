@@ -43,9 +43,7 @@ def _patchify(
     tl.store(out + target, value.to(out.dtype.element_ty), mask=stored)
 
 
-def patchify(
-    crops: Tensor, size: int, padded: int, dtype: torch.dtype, *, out: Tensor | None = None
-) -> Tensor:
+def patchify(crops: Tensor, size: int, padded: int, dtype: torch.dtype) -> Tensor:
     """Converts crops [n, S, S, channels] uint8, contiguous, to rows [n * (S / size)^2, padded] of ``dtype``.
 
     A row is a patch: its pixels in [-1, 1], computed in float32, in the order channel, row, column, then zeros.
@@ -55,9 +53,7 @@ def patchify(
     rows = n * grid_side * grid_side
     assert crops.dtype == torch.uint8 and crops.is_contiguous(), (crops.dtype, crops.stride())
     assert channels * size * size <= padded, (channels, size, padded)
-    if out is None:
-        out = torch.empty(rows, padded, dtype=dtype, device=crops.device)
-    assert out.shape == (rows, padded) and out.is_contiguous(), (out.shape, out.stride())
+    out = torch.empty(rows, padded, dtype=dtype, device=crops.device)
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(padded, _COLUMNS))
     _patchify[grid](
         crops,

@@ -28,30 +28,6 @@ _TAGS = {322, *_ONE, *_SEVERAL, *_REAL}
 
 _JPEG = 7
 _COMPRESSIONS = frozenset({1, 2, 3, 4, 5, _JPEG, 8, 32773, 32946, 50001})
-_OTHER_COMPRESSIONS = {
-    6: "old-style JPEG",
-    9: "JBIG",
-    10: "JBIG",
-    32766: "NeXT RLE",
-    32809: "ThunderScan RLE",
-    33003: "JPEG 2000",
-    33004: "JPEG 2000",
-    33005: "JPEG 2000",
-    33007: "JPEG 2000",
-    34661: "JBIG",
-    34676: "SGI LogLuv",
-    34677: "SGI LogLuv",
-    34712: "JPEG 2000",
-    34887: "LERC",
-    34892: "lossy JPEG of DNG",
-    34925: "LZMA",
-    34926: "Zstandard",
-    34933: "PNG",
-    34934: "JPEG XR",
-    50000: "Zstandard",
-    50002: "JPEG XL",
-    52546: "JPEG XL",
-}
 
 _WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _PALETTE, _CMYK, _YCBCR, _CIELAB = 0, 1, 2, 3, 5, 6, 8
 _COLOURS = {
@@ -64,17 +40,6 @@ _COLOURS = {
     _CIELAB: ("CIELab", 3, (16,)),
 }
 """Accepted values of PhotometricInterpretation: name, samples of a pixel without the extra ones, bits of a sample."""
-_OTHER_COLOURS = {
-    4: "transparency mask",
-    9: "ICCLab",
-    10: "ITULab",
-    32803: "CFA (raw sensor)",
-    32844: "LogL",
-    32845: "LogLuv",
-    34892: "LinearRaw",
-    51177: "depth",
-    52527: "photometric mask",
-}
 _MOST_SAMPLES = 5
 """CMYK with alpha. Each channel takes time to decompress."""
 _UNSIGNED, _SIGNED, _VOID = 1, 2, 4
@@ -147,11 +112,9 @@ def unsupported(tags: TiffTags) -> str | None:
     """Describes a TIFF that can't be decoded, or only to false colours, as words after "is"; None if it can."""
     compression, photometric = tags.compression, tags.photometric
     if compression not in _COMPRESSIONS:
-        name = _OTHER_COMPRESSIONS.get(compression, "an unknown method")
-        return f"a TIFF compressed by {name} (compression {compression})"
+        return f"a TIFF of the compression {compression}"
     if photometric not in _COLOURS:
-        name = _OTHER_COLOURS.get(photometric, "an unknown kind")
-        return f"a TIFF whose colours are {name} (PhotometricInterpretation {photometric})"
+        return f"a TIFF of the PhotometricInterpretation {photometric}"
     name, colours, depths = _COLOURS[photometric]
     if tags.samples > _MOST_SAMPLES:
         return f"a TIFF with {tags.samples} channels, more than {_MOST_SAMPLES}"

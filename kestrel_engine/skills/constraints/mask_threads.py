@@ -91,15 +91,10 @@ _MOST_THREADS = 4
 class MaskThreads:
     """The methods may be called from any thread. The threads start with the first one."""
 
-    def __init__(
-        self,
-        budget: MatcherBudget | None = None,
-        *,
-        cpu_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
+    def __init__(self, *, cpu_clock: Callable[[], float] = time.thread_time) -> None:
         """``cpu_clock``: the processor time of the calling thread, in seconds."""
         self.counts = MaskCounts()
-        self._budget = budget or MatcherBudget()
+        self._budget = MatcherBudget()
         self._cpu_clock = cpu_clock
         self._changed = threading.Condition()
         self._quick: FairQueue[Matcher] = FairQueue()

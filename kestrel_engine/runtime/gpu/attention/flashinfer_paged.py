@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 BACKEND = "fa2"
 """FlashInfer's kernels for prompts. Those of fa3 multiply by zero what lies beyond a sequence's last value. Values of
 another sequence may be left there; if one is NaN, so is the product. fa2 writes zeros there."""
+_DEPTH = 4
+"""Plans of passes that may be in flight."""
 WORKSPACE_BYTES = 128 << 20
 """The size that FlashInfer recommends for split-KV results."""
 DTYPES = (torch.bfloat16, torch.float16)
@@ -123,11 +125,11 @@ class _Ring:
 class FlashInferText:
     """Causal attention of a pass's text over the pages, planned once a pass and run for each layer."""
 
-    def __init__(self, flashinfer: FlashInfer, *, depth: int = 4) -> None:
+    def __init__(self, flashinfer: FlashInfer) -> None:
         self._flashinfer = flashinfer
         make = flashinfer.library.BatchPrefillWithPagedKVCacheWrapper
         self._ring = _Ring(
-            [make(flashinfer.workspace, "NHD", backend=BACKEND) for _ in range(depth)]
+            [make(flashinfer.workspace, "NHD", backend=BACKEND) for _ in range(_DEPTH)]
         )
 
     def plan(
