@@ -19,9 +19,7 @@ SHARED_IMAGES = SettingGroup("shared images", "shared-images")
 PASSWORD_VARIABLE = "KESTREL_SHARED_IMAGES_PASSWORD"
 MIB = 1024 * 1024
 _MONTH_S = 30 * 86_400.0
-_REDIS_SCHEMES = ("redis", "rediss")
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_PATH = re.compile(r"(/[\w.=+-]{1,200}){0,10}/?")
+_SCHEMES = ("redis", "rediss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +29,7 @@ class SharedImagesConfig:
     url: str | None = SHARED_IMAGES.setting(
         None,
         "store that several servers share for images that clients put, so that each of them knows the ids: "
-        "redis://HOST:PORT/DATABASE, rediss://… (TLS) or s3://BUCKET/PREFIX; needs the extra "
-        "redis or s3",
+        "redis://HOST:PORT/DATABASE or rediss://… (TLS); needs the extra redis",
         flag="--shared-images",
         metavar="URL",
         shown="none: each server has its own images",
@@ -90,10 +87,6 @@ class SharedImagesConfig:
                 f"must be at least value_bytes ({self.value_bytes})",
             )
 
-    @property
-    def is_redis(self) -> bool:
-        return urlsplit(self.url or "").scheme in _REDIS_SCHEMES
-
     def password(self) -> str | None:
         """The password of Redis. Raises OSError and UnicodeDecodeError if the file can't be read."""
         if self.password_file is None:
@@ -111,21 +104,12 @@ def _check(url: str) -> None:
         )
     if parts.query or parts.fragment:
         raise ValueError("must have neither ? nor #")
-    if parts.scheme in _REDIS_SCHEMES:
-        if not parts.hostname:
-            raise ValueError("must name a host: redis://HOST:PORT/DATABASE")
-        if not re.fullmatch(r"(/\d{0,4})?", parts.path):
-            raise ValueError("must end with the number of a database, such as /0, or without")
-    elif parts.scheme == "s3":
-        if not _BUCKET.fullmatch(parts.netloc):
-            raise ValueError(
-                "must name a bucket: s3://BUCKET/PREFIX, with keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
-                "or from the machine's role"
-            )
-        if not _PATH.fullmatch(parts.path) or ".." in parts.path:
-            raise ValueError("must have a prefix of letters, digits and . _ = + - between slashes")
-    else:
-        raise ValueError("must begin with redis://, rediss:// or s3://")
+    if parts.scheme not in _SCHEMES:
+        raise ValueError("must begin with redis:// or rediss://")
+    if not parts.hostname:
+        raise ValueError("must name a host: redis://HOST:PORT/DATABASE")
+    if not re.fullmatch(r"(/\d{0,4})?", parts.path):
+        raise ValueError("must end with the number of a database, such as /0, or without")
 
 
 def _split(url: str) -> SplitResult:
@@ -134,7 +118,7 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:  # Its message may hold what follows a colon, and so a password.
-        raise ValueError("must be like redis://HOST:PORT/DATABASE or s3://BUCKET/PREFIX") from None
+        raise ValueError("must be like redis://HOST:PORT/DATABASE") from None
     return parts
 
 

@@ -85,7 +85,7 @@ class Keys:
             return cls(keys)
         except ImportError:
             raise refused(
-                "needs the package cryptography: pip install ./clients/python '.[redis]' or '.[s3]'"
+                "needs the package cryptography: pip install ./clients/python '.[redis]'"
             ) from None
 
     def seal(self, data: bytes, context: bytes) -> bytes:

@@ -7,6 +7,7 @@ that the limit of an owner holds however many servers write. All keys of an owne
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,13 +17,17 @@ from urllib.parse import urlsplit
 from kestrel_engine import ConfigError
 
 from ...settings.shared_images import SharedImagesConfig
-from .backend import DamagedValue, owner_key
 
 _CONNECTIONS = 16
 
 
+class DamagedValue(Exception):
+    """Something else than a value stands in its place. The store itself works."""
+
+
 class RedisBackend:
-    """Belongs to one event loop."""
+    """Values by owner and image id. Belongs to one event loop. Its methods raise any exception if the store fails; the
+    caller limits their time."""
 
     def __init__(self, config: SharedImagesConfig) -> None:
         """Connects to nothing yet. Raises ConfigError."""
@@ -74,7 +79,8 @@ class RedisBackend:
         self._delete = self._redis.register_script(_script("delete"))
 
     @asynccontextmanager
-    async def opened(self, owner: str, image_id: str) -> AsyncIterator[_Value | None]:
+    async def opened(self, owner: str, image_id: str) -> AsyncIterator[StoredValue | None]:
+        """The value that is there, before its bytes are read; None if there is none."""
         key = _keys(owner, image_id)[0]
         try:
             num_bytes = await self._redis.strlen(key)
@@ -82,26 +88,29 @@ class RedisBackend:
             if "WRONGTYPE" in str(error):
                 raise DamagedValue("it is of another type") from None
             raise
-        yield _Value(self._redis, key, num_bytes) if num_bytes else None
+        yield StoredValue(self._redis, key, num_bytes) if num_bytes else None
 
     async def put(
         self, owner: str, image_id: str, value: bytes, *, ttl_s: float, owner_bytes: int
     ) -> None:
+        """Stores a value for ``ttl_s``. Drops the owner's oldest values until all have at most ``owner_bytes``."""
         arguments = (value, image_id, len(value), owner_bytes, int(1000 * ttl_s))
         await self._put(keys=_keys(owner, image_id), args=arguments)
 
     async def delete(self, owner: str, image_id: str) -> bool:
+        """Returns whether there was a value."""
         return bool(await self._delete(keys=_keys(owner, image_id), args=(image_id,)))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
 
-class _Value:
+class StoredValue:
     def __init__(self, redis: Any, key: str, num_bytes: int) -> None:
         self._redis, self._key, self.num_bytes = redis, key, num_bytes
 
     async def read(self) -> bytes:
+        """The bytes, not more than ``num_bytes``."""
         # The value may have been replaced by a larger one meanwhile.
         return bytes(await self._redis.getrange(self._key, 0, self.num_bytes - 1))
 
@@ -113,3 +122,8 @@ def _script(name: str) -> str:
 def _keys(owner: str, image_id: str) -> tuple[str, str, str]:
     index = f"kestrel:images:{{{owner_key(owner)}}}"
     return f"{index}:{image_id}", index, f"{index}:bytes"
+
+
+def owner_key(owner: str) -> str:
+    """The owner's part of a key. Names of owners may have any characters, and are not shown in the store."""
+    return hashlib.sha256(b"kestrel images\0" + owner.encode()).hexdigest()[:32]

@@ -18,11 +18,10 @@ from kestrel_engine import clock
 
 from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
-from .backend import Backend, DamagedValue, OpenedValue, open_backend
 from .breaker import Breaker
 from .flight_room import FlightRoom, RoomFull
-from .object_backend import answer_of
 from .records import OVERHEAD_BYTES, Deleted, Records, Unreadable
+from .redis_backend import DamagedValue, RedisBackend, StoredValue
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class SharedImages:
     def __init__(
         self,
         config: SharedImagesConfig,
-        backend: Backend,
+        backend: RedisBackend,
         records: Records,
         on_event: Callable[[SharedImageEvent], None] = lambda event: None,
     ) -> None:
@@ -95,7 +94,7 @@ class SharedImages:
         """None if the configuration names no store. Connects to nothing yet. Raises ConfigError."""
         if config.url is None:
             return None
-        return cls(config, open_backend(config), Records.open(config), on_event)
+        return cls(config, RedisBackend(config), Records.open(config), on_event)
 
     def start(self) -> None:
         """Starts a read of an image that does not exist, so that a store that does not answer is logged at once."""
@@ -227,7 +226,7 @@ class SharedImages:
         outcome, _ = await self._run("check", check)
         return outcome == "gone"
 
-    async def _says_deleted(self, owner: str, image_id: str, value: OpenedValue) -> bool:
+    async def _says_deleted(self, owner: str, image_id: str, value: StoredValue) -> bool:
         if value.num_bytes > OVERHEAD_BYTES:
             return False
         try:
@@ -297,7 +296,4 @@ def reason_of(error: Exception, timeout_s: float) -> str:
     """Why an operation on the store failed, in one line."""
     if isinstance(error, TimeoutError):
         return f"no answer in {timeout_s:g} s"
-    if (answer := answer_of(error)) is not None:
-        status, code = answer
-        return f"{type(error).__name__}: the store answered {status} {code}".rstrip()
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

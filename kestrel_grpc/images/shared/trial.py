@@ -10,9 +10,8 @@ from kestrel_engine import clock
 
 from ...settings.shared_images import SharedImagesConfig
 from ..store import StoredImage
-from .backend import open_backend
-from .object_backend import answer_of
 from .records import OVERHEAD_BYTES, Records
+from .redis_backend import RedisBackend
 from .shared_images import reason_of
 
 _SOURCE = b"kestrel-grpc doctor"
@@ -31,7 +30,7 @@ async def try_store(config: SharedImagesConfig) -> float:
 
     Raises ConfigError and TrialError.
     """
-    backend, records = open_backend(config), Records.open(config)
+    backend, records = RedisBackend(config), Records.open(config)
     image = StoredImage(f"img_{secrets.token_hex(16)}", _SOURCE, 1, 1)
     owner = f"doctor\0{secrets.token_hex(16)}"
     began, doing = clock.now(), "write"
@@ -52,7 +51,7 @@ async def try_store(config: SharedImagesConfig) -> float:
         if data is None or records.unpack(owner, image.image_id, data).source != _SOURCE:
             raise TrialError(
                 "what was written is not there",
-                "does it drop values at once? In Redis, set maxmemory and maxmemory-policy volatile-ttl",
+                "does it drop values at once? Set maxmemory and maxmemory-policy volatile-ttl",
             )
         doing = "delete"
         async with asyncio.timeout(config.timeout_s):
@@ -62,36 +61,20 @@ async def try_store(config: SharedImagesConfig) -> float:
         raise
     except Exception as error:  # The store and its library may raise anything.
         message = f"can't {doing}: {reason_of(error, config.timeout_s)}"
-        raise TrialError(message, _remedy(error, config)) from None
+        raise TrialError(message, _remedy(error)) from None
     finally:
         with suppress(Exception):
             async with asyncio.timeout(config.timeout_s):
                 await backend.close()
 
 
-def _remedy(error: Exception, config: SharedImagesConfig) -> str:
+def _remedy(error: Exception) -> str:
     text = f"{type(error).__name__} {error}".lower()
-    if config.is_redis:
-        if any(word in text for word in ("auth", "noperm", "wrongpass", "permission")):
-            return (
-                "give the password with KESTREL_SHARED_IMAGES_PASSWORD or --shared-images-password-file, and the user "
-                "the rights that docs/run/scaling.md lists (Secrets)"
-            )
-        if "ssl" in text or "certificate" in text:
-            return "rediss:// needs a server with TLS; --shared-images-ca names its authority"
-        return _UNREACHABLE
-    status, _ = answer_of(error) or (None, "")
-    if status in (401, 403) or (status is None and _CREDENTIALS_HOST in text):
-        return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role with the rights to get, put, list and delete"
-    if status == 404:
+    if any(word in text for word in ("auth", "noperm", "wrongpass", "permission")):
         return (
-            "create the bucket that --shared-images names, or set AWS_ENDPOINT_URL and AWS_REGION"
+            "give the password with KESTREL_SHARED_IMAGES_PASSWORD or --shared-images-password-file, and the user "
+            "the rights that docs/run/scaling.md lists (Secrets)"
         )
-    if "builder err" in text:  # obstore's word for an address that it refuses.
-        return "set AWS_ALLOW_HTTP=true, which an AWS_ENDPOINT_URL with http:// needs"
-    return _UNREACHABLE
-
-
-_UNREACHABLE = "check the address of --shared-images, the network and whether the store runs; a server works without"
-_CREDENTIALS_HOST = "169.254.169.254"
-"""Where obstore asks for the credentials of a machine's role, if the variables have none."""
+    if "ssl" in text or "certificate" in text:
+        return "rediss:// needs a server with TLS; --shared-images-ca names its authority"
+    return "check the address of --shared-images, the network and whether the store runs; a server works without"

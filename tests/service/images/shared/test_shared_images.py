@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.images.shared.backend import owner_key
 from kestrel_grpc.images.shared.breaker import FAILURES, Breaker
 from kestrel_grpc.images.shared.flight_room import FlightRoom, RoomFull
+from kestrel_grpc.images.shared.redis_backend import owner_key
 from kestrel_grpc.images.shared.shared_images import SharedImages
 from kestrel_grpc.images.store import StoredImage
 from kestrel_grpc.settings.shared_images import PASSWORD_VARIABLE, SharedImagesConfig
