@@ -1,4 +1,4 @@
-"""Measures preprocessing: milliseconds for one image, images a second for many, and its effect on the step thread.
+"""Measures preprocessing: milliseconds for one image, and images a second for many.
 
 python -m benchmarks.preprocess [--quick] [--json FILE]
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,10 +24,9 @@ from kestrel_engine.preprocess.pool import PreprocessPool
 from kestrel_engine.preprocess.prepared_cache import source_digest
 from kestrel_engine.preprocess.processes.decoder import ImageDecoder
 from kestrel_engine.types.model_config import VisionConfig
-from kestrel_grpc.process.interpreter import SWITCH_INTERVAL_S
 
 from .reports.program import Program
-from .reports.report import Report, median, quantile
+from .reports.report import Report, median
 from .traffic.chart_trace import draw, shape_of
 
 VISION, LIMITS = VisionConfig(), ImageLimits()
@@ -116,21 +113,16 @@ def _tiling(image: Callable[[], DecodedImage], threads: int) -> Callable[[], Any
 
 
 def measure_many(report: Report, seconds: float) -> None:
-    """Prepares new images continuously, two more at a time than there are threads, while another thread wakes every
-    millisecond, as the step thread does at the end of a step."""
-    title = "New images by processes; how late a thread wakes that sleeps 1 ms"
+    """Prepares new images continuously, two more at a time than there are processes."""
     best = 0.0
     images = new_images()
-    late = _lateness(lambda: time.sleep(seconds / 2))
-    report.add(title, _row(0, 0.0, 0.0, late))
-    for threads in _num_threads():
-        done: list[int] = []
-        spent = time.process_time()
-        began = time.perf_counter()
-        late = _lateness(lambda t=threads, d=done: asyncio.run(_prepare(images, t, seconds, d)))  # type: ignore[misc]
-        rate = len(done) / (time.perf_counter() - began)
-        cpu_ms = 1e3 * (time.process_time() - spent) / max(1, len(done))
-        report.add(title, _row(threads, rate, cpu_ms, late))
+    for processes in _num_threads():
+        spent, began = time.process_time(), time.perf_counter()
+        count = asyncio.run(_prepare(images, processes, seconds))
+        rate = count / (time.perf_counter() - began)
+        cpu_ms = 1e3 * (time.process_time() - spent) / max(1, count)
+        row = {"processes": processes, "images/s": rate, "own cpu ms": cpu_ms}
+        report.add("New images by processes", row)
         best = max(best, rate)
     report.bar("new images/s", best, RATE_LIMIT, at_least=True)
 
@@ -141,57 +133,26 @@ def _num_threads() -> list[int]:
     return [n for n in (1, 2, 4, 8) if n < most] + [most]
 
 
-def _row(
-    threads: int, rate: float, cpu_ms: float, late: list[float]
-) -> dict[str, float | int | str]:
-    return {
-        "processes": threads,
-        "images/s": rate,
-        "own cpu ms": cpu_ms,
-        "late p50 us": median(late),
-        "late p99 us": quantile(late, 0.99),
-    }
-
-
-async def _prepare(images: Iterator[bytes], threads: int, seconds: float, done: list[int]) -> None:
-    pool = PreprocessPool(threads, LIMITS, VISION)
-    end = time.perf_counter() + seconds
+async def _prepare(images: Iterator[bytes], processes: int, seconds: float) -> int:
+    """Returns the number of prepared images."""
+    pool = PreprocessPool(processes, LIMITS, VISION)
+    end, count = time.perf_counter() + seconds, 0
 
     async def caller() -> None:
+        nonlocal count
         while time.perf_counter() < end:
             await pool.prepare(next(images))
-            done.append(1)
+            count += 1
 
-    await asyncio.gather(*(caller() for _ in range(threads + 2)))
+    await asyncio.gather(*(caller() for _ in range(processes + 2)))
     pool.close()
-
-
-def _lateness(work: Callable[[], None]) -> list[float]:
-    """Returns by how many microseconds a thread overslept 1 ms, repeatedly, while ``work`` ran."""
-    found: list[float] = []
-    ended = threading.Event()
-
-    def wake() -> None:
-        while not ended.is_set():
-            began = time.perf_counter()
-            time.sleep(1e-3)
-            found.append(1e6 * (time.perf_counter() - began - 1e-3))
-
-    thread = threading.Thread(target=wake)
-    thread.start()
-    work()
-    ended.set()
-    thread.join()
-    return found
+    return count
 
 
 def main(arguments: Sequence[str] | None = None) -> Report:
     with Program("preprocess", __doc__).reporting(arguments) as (args, _, report):
         measure_one(report, 1 if args.quick else 30)
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         measure_many(report, 0.1 if args.quick else 3.0)
-        sys.setswitchinterval(before)
     return report
 
 

@@ -15,6 +15,6 @@ def test_it_reports_one_image_and_many(tmp_path):
     one, many = report["tables"].values()
     assert [row["of"] for row in one][:3] == ["source digest", "decode", "content key"]
     assert all(row["ms"] > 0 for row in one)
-    assert [row["processes"] for row in many][:2] == [0, 1]
-    assert all(row["images/s"] > 0 for row in many[1:])
+    assert many[0]["processes"] == 1
+    assert all(row["images/s"] > 0 for row in many)
     assert [bar["limit"] for bar in report["bars"]] == [18.0, 70.0]
