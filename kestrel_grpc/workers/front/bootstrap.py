@@ -1,17 +1,19 @@
 """The configuration of the front: Envoy, which accepts the clients' connections and gives each call to a worker.
 
-This module only builds the configuration, as plain values. Envoy reads it as JSON. With workers it is fixed from start
-to end: a worker that ends is found by its health, and comes back at the same address. A cluster's servers are listed in
-a file, which Envoy reads again when it changes.
+envoy.yaml and listener.yaml are the configuration; this module fills in what the settings decide. With workers it is
+fixed from start to end: a worker that ends is found by its health, and comes back at the same address. A cluster's
+servers are listed in a file, which Envoy reads again when it changes.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -28,24 +30,11 @@ OWN, CLIENTS = "own", "clients"
 """The files, in the front's folder, that name its own certificate and the authorities of clients."""
 _TYPE = "type.googleapis.com/envoy"
 _KIB = 1024
-_MANY = 1_000_000
-"""Envoy's own limits on connections and calls to workers are off: the workers have limits."""
-_BALANCE_PERCENT = 150
-"""A worker gets at most this share of the mean number of calls in progress. Further calls go to the next worker."""
 _STREAM_WINDOW, _CONNECTION_WINDOW = 64 * _KIB, 512 * _KIB
 """Bytes that Envoy accepts of a call and of a connection before a worker reads them."""
-_CHECK_S, _CHECK_TIMEOUT_S = 0.25, 2.0
-"""A worker that refuses connections, or says that it drains, is left after one check."""
-_FAILURES = 3
-"""A worker is left after this many failed connections in a row, until its next successful check."""
-_HEADERS_S = 10.0
-"""Seconds in which a handshake and the headers of a call must arrive."""
+_HANDSHAKE = "10.000s"
 _HOSTILE_HEADERS = 4
 """Headers of this many times the limit end here. The worker refuses smaller ones with a status that names the limit."""
-_IMAGE_HEADER = "x-kestrel-image"
-"""kestrel_client.connection.IMAGE_HEADER. That module loads gRPC, which the supervisor must not."""
-_NOBODY = {"address_prefix": "192.0.2.255", "prefix_len": 32}
-"""An address that no client has (RFC 5737)."""
 _LOST = "the worker that had the call has ended, or no worker answers; the call may be sent again"
 
 
@@ -65,19 +54,23 @@ class FrontPlan:
         return self.folder / f"admin-{index}"
 
 
-def bootstrap(plan: FrontPlan, index: int, count: int) -> dict[str, Any]:
-    """The whole configuration of Envoy number ``index`` of ``count``, which share the addresses."""
+def bootstrap(plan: FrontPlan, index: int, count: int) -> str:
+    """The whole configuration of Envoy number ``index`` of ``count``, which share the addresses, in YAML."""
     most = plan.server.security.connections.connections
-    return {
-        # Envoy demands a name of those that read certificates from files.
-        "node": {"id": "front", "cluster": "kestrel"},
-        "admin": {"address": {"pipe": {"path": str(plan.admin(index))}}},
-        "static_resources": {
-            "listeners": [_listener(plan, *socket) for socket in plan.sockets],
-            "clusters": [_workers(plan)],
-        },
-        **_overload(None if most is None else math.ceil(most / count)),
-    }
+    pipes = [{"endpoint": {"address": {"pipe": {"path": path}}}} for path in plan.workers]
+    assignment = {"cluster_name": CLUSTER, "endpoints": [{"lb_endpoints": pipes}]}
+    return _filled(
+        "envoy",
+        listeners="".join(_listener(plan, *socket) for socket in plan.sockets),
+        admin=str(plan.admin(index)),
+        overload=None if most is None else _overload(math.ceil(most / count)),
+        cluster_type="STATIC" if plan.endpoints is None else "EDS",
+        assignment=assignment if plan.endpoints is None else None,
+        eds=None if plan.endpoints is None else _endpoints(plan.endpoints),
+        connection_window=_CONNECTION_WINDOW,
+        stream_window=_STREAM_WINDOW,
+        worker_window=16 * _CONNECTION_WINDOW,
+    )
 
 
 def secrets(certificate: str, private_key: str, client_ca: str | None) -> dict[str, Any]:
@@ -96,172 +89,43 @@ def _secret(name: str, **fields: Any) -> dict[str, Any]:
     return {"resources": [{"@type": kind, "name": name, **fields}]}
 
 
-def _listener(plan: FrontPlan, host: str, port: int) -> dict[str, Any]:
-    chain: dict[str, Any] = {"filters": [_calls(plan)]}
-    if plan.server.security.tls is not None:
-        chain["transport_socket"] = _tls(plan)
-        chain["transport_socket_connect_timeout"] = _seconds(_HEADERS_S)
-    address: dict[str, Any] = {"address": host, "port_value": port}
-    if host == "::":
-        address["ipv4_compat"] = True
-    return {
-        "name": f"{host}:{port}",
-        "address": {"socket_address": address},
-        "per_connection_buffer_limit_bytes": _CONNECTION_WINDOW,
-        "filter_chains": [chain],
-    }
-
-
-def _calls(plan: FrontPlan) -> dict[str, Any]:
+def _listener(plan: FrontPlan, host: str, port: int) -> str:
     security = plan.server.security
-    limits = security.connections
-    most_kib = math.ceil(_HOSTILE_HEADERS * limits.metadata_bytes / _KIB)
-    http2: dict[str, Any] = {
-        "max_concurrent_streams": limits.streams,
-        "initial_stream_window_size": _STREAM_WINDOW,
-        "initial_connection_window_size": _CONNECTION_WINDOW,
-    }
+    limits, asks = security.connections, security.client_ca is not None
+    keepalive = None
     if limits.keepalive_s is not None:
-        http2["connection_keepalive"] = {
+        keepalive = {
             "interval": _seconds(limits.keepalive_s),
             "timeout": _seconds(limits.keepalive_timeout_s),
         }
-    http: dict[str, Any] = {"max_headers_count": 1000}
-    if limits.age_s is not None:
-        http["max_connection_duration"] = _seconds(limits.age_s)
-    asks_certificate = security.client_ca is not None
-    return _typed(
-        "envoy.filters.network.http_connection_manager",
-        "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        stat_prefix="clients",
-        codec_type="HTTP2",
-        max_request_headers_kb=max(most_kib, 60),
-        http2_protocol_options=http2,
-        common_http_protocol_options=http,
-        request_headers_timeout=_seconds(_HEADERS_S),
-        # Streams of health and load may be silent for ever. The workers end the others.
-        stream_idle_timeout="0s",
-        # Metadata passes as it is. The address of the client is no proxy's, whatever a caller's headers say.
-        use_remote_address=True,
-        skip_xff_append=True,
-        generate_request_id=False,
-        preserve_external_request_id=True,
-        server_header_transformation="PASS_THROUGH",
-        # Headers with which Envoy lets callers on its own network change timeouts and retries have no effect.
-        internal_address_config={"unix_sockets": False, "cidr_ranges": [_NOBODY]},
-        **_certificate_header(asks_certificate),
-        local_reply_config={"mappers": [_lost()]},
-        route_config={
-            "virtual_hosts": [{"name": CLUSTER, "domains": ["*"], "routes": [_route()]}],
-            "request_headers_to_add": [_header(PEER_HEADER, "%DOWNSTREAM_REMOTE_ADDRESS%")],
-        },
-        http_filters=[
-            _typed(
-                "envoy.filters.http.router",
-                "extensions.filters.http.router.v3.Router",
-                suppress_envoy_headers=True,
-            )
-        ],
+    most_kib = math.ceil(_HOSTILE_HEADERS * limits.metadata_bytes / _KIB)
+    return _filled(
+        "listener",
+        name=f"{host}:{port}",
+        host=host,
+        port=port,
+        ipv4_compat=host == "::",
+        connection_window=_CONNECTION_WINDOW,
+        stream_window=_STREAM_WINDOW,
+        tls=None if security.tls is None else _tls(plan),
+        handshake_timeout=None if security.tls is None else _HANDSHAKE,
+        most_headers_kib=max(most_kib, 60),
+        streams=limits.streams,
+        keepalive=keepalive,
+        age=None if limits.age_s is None else _seconds(limits.age_s),
+        certificate_header="SANITIZE_SET" if asks else "SANITIZE",
+        certificate_parts={"chain": True} if asks else None,
+        lost=_LOST,
+        lost_details=_lost_details(),
+        peer_header=PEER_HEADER,
+        not_begun=NOT_BEGUN,
     )
 
 
-def _certificate_header(asks: bool) -> dict[str, Any]:
-    """The workers get the certificates of a client that showed any, and nothing that a client writes."""
-    if not asks:
-        return {"forward_client_cert_details": "SANITIZE"}
-    return {
-        "forward_client_cert_details": "SANITIZE_SET",
-        "set_current_client_cert_details": {"chain": True},
-    }
-
-
-def _route() -> dict[str, Any]:
-    return {
-        "match": {"prefix": "/"},
-        "response_headers_to_remove": [NOT_BEGUN],
-        "route": {
-            "cluster": CLUSTER,
-            # The worker keeps the deadline of a call.
-            "timeout": "0s",
-            "hash_policy": [{"header": {"header_name": _IMAGE_HEADER}}],
-            # Only calls that no worker has seen, or that one refused because it loads or shuts down. Clients decide
-            # about all others.
-            "retry_policy": {
-                "retry_on": "connect-failure,refused-stream,retriable-headers",
-                "retriable_headers": [{"name": NOT_BEGUN, "present_match": True}],
-                # The pauses between them last longer together than the time between two health checks.
-                "num_retries": 5,
-                "retry_host_predicate": [
-                    _typed(
-                        "envoy.retry_host_predicates.previous_hosts",
-                        "extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate",
-                    )
-                ],
-                "host_selection_retry_max_attempts": 10,
-            },
-        },
-    }
-
-
-def _workers(plan: FrontPlan) -> dict[str, Any]:
-    limits = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
-    thresholds = dict.fromkeys(limits, _MANY)
-    http2 = {
-        "initial_stream_window_size": _STREAM_WINDOW,
-        "initial_connection_window_size": 16 * _CONNECTION_WINDOW,
-    }
-    return {
-        "name": CLUSTER,
-        **_found(plan),
-        "connect_timeout": "1s",
-        "per_connection_buffer_limit_bytes": _CONNECTION_WINDOW,
-        # When a worker comes or goes, this moves fewer images of the others than Envoy's ring.
-        "lb_policy": "MAGLEV",
-        "common_lb_config": {
-            "consistent_hashing_lb_config": {"hash_balance_factor": _BALANCE_PERCENT},
-            # If no worker is healthy, calls go to any: its status says more than Envoy's.
-            "healthy_panic_threshold": {"value": 1},
-        },
-        "circuit_breakers": {"thresholds": [thresholds]},
-        "health_checks": [
-            {
-                "timeout": _seconds(_CHECK_TIMEOUT_S),
-                "interval": _seconds(_CHECK_S),
-                "no_traffic_interval": _seconds(_CHECK_S),
-                "unhealthy_threshold": 1,
-                "healthy_threshold": 1,
-                "grpc_health_check": {},
-            }
-        ],
-        # A worker that has just died has no calls in progress, so it would get all new ones until the next check.
-        "outlier_detection": {
-            "split_external_local_origin_errors": True,
-            "consecutive_local_origin_failure": _FAILURES,
-            "enforcing_local_origin_success_rate": 0,
-            "enforcing_consecutive_5xx": 0,
-            "enforcing_success_rate": 0,
-            "base_ejection_time": "1s",
-            "max_ejection_time": "1s",
-            "max_ejection_percent": 100,
-        },
-        "typed_extension_protocol_options": {
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-                "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
-                "explicit_http_config": {"http2_protocol_options": http2},
-            }
-        },
-    }
-
-
-def _found(plan: FrontPlan) -> dict[str, Any]:
-    """Where the workers are."""
-    if plan.endpoints is None:
-        pipes = [{"endpoint": {"address": {"pipe": {"path": path}}}} for path in plan.workers]
-        assignment = {"cluster_name": CLUSTER, "endpoints": [{"lb_endpoints": pipes}]}
-        return {"type": "STATIC", "load_assignment": assignment}
-    file = {"path": str(plan.endpoints), "watched_directory": {"path": str(plan.endpoints.parent)}}
-    source = {"path_config_source": file, "resource_api_version": "V3"}
-    return {"type": "EDS", "eds_cluster_config": {"service_name": SERVERS, "eds_config": source}}
+def _endpoints(file: Path) -> dict[str, Any]:
+    source = {"path": str(file), "watched_directory": {"path": str(file.parent)}}
+    config = {"path_config_source": source, "resource_api_version": "V3"}
+    return {"service_name": SERVERS, "eds_config": config}
 
 
 def _tls(plan: FrontPlan) -> dict[str, Any]:
@@ -286,36 +150,28 @@ def _source(plan: FrontPlan, name: str) -> dict[str, Any]:
     return {"name": name, "sds_config": path}
 
 
-def _overload(most_connections: int | None) -> dict[str, Any]:
-    if most_connections is None:
-        return {}
+def _overload(most_connections: int) -> dict[str, Any]:
     monitor = _typed(
         "envoy.resource_monitors.global_downstream_max_connections",
         "extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
         max_active_downstream_connections=most_connections,
     )
-    return {"overload_manager": {"resource_monitors": [monitor]}}
+    return {"resource_monitors": [monitor]}
 
 
-def _lost() -> dict[str, Any]:
-    """Gives Envoy's own UNAVAILABLE the details of the server's."""
+def _lost_details() -> str:
+    """The details of the server's UNAVAILABLE."""
     info = error_details_pb2.ErrorInfo(reason="WORKER_UNAVAILABLE", domain=DOMAIN)
     retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1))
     status = status_message(code_pb2.UNAVAILABLE, _LOST, (info, retry))
-    text = base64.b64encode(status.SerializeToString()).decode().rstrip("=")
-    return {
-        "filter": {
-            "status_code_filter": {
-                "comparison": {"op": "EQ", "value": {"default_value": 503, "runtime_key": "none"}}
-            }
-        },
-        "body": {"inline_string": _LOST},
-        "headers_to_add": [_header("grpc-status-details-bin", text)],
-    }
+    return base64.b64encode(status.SerializeToString()).decode().rstrip("=")
 
 
-def _header(name: str, value: str) -> dict[str, Any]:
-    return {"header": {"key": name, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+def _filled(file: str, *, listeners: str = "", **values: Any) -> str:
+    """The text of a file, with ``values`` as JSON. ``listeners`` is YAML already."""
+    text = Path(__file__).with_name(f"{file}.yaml").read_text("utf-8")
+    shown = {key: json.dumps(value) for key, value in values.items()}
+    return Template(text).substitute(shown, listeners=listeners)
 
 
 def _typed(name: str, kind: str, **fields: Any) -> dict[str, Any]:

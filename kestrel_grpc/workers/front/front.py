@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import json
 import logging
 import re
 import signal
@@ -112,11 +111,11 @@ class Front:
                 process.kill()
 
     async def _keep(self, index: int) -> None:
-        path = self._plan.folder / f"bootstrap-{index}.json"
+        path = self._plan.folder / f"bootstrap-{index}.yaml"
         restarts = Restarts(self._plan.server.workers.restarts)
         while not self._stopping.is_set():
             # Written again, because systems remove old files from temporary folders.
-            path.write_text(json.dumps(bootstrap(self._plan, index, COUNT)))
+            path.write_text(bootstrap(self._plan, index, COUNT), "utf-8")
             if self._has_served and self._certificates is not None:
                 self._certificates.write()
             self._running[index] = process = await self._start(str(path))
