@@ -23,7 +23,6 @@ WHY = {
     "service/batches/test_service.py": "gRPC's own deadline, beside a runtime that waits",
     "service/clients/test_sdk_admin.py": "nobody listens: the client gives up by itself",
     "service/edge/test_endings.py": "gRPC's own deadline, beside a runtime that never answers",
-    "service/images/test_bucket.py": "S3 tells the time of an object in whole seconds",
     "service/images/shared/": "a store that hangs or is not there: the server gives up by itself",
     "service/logs/test_log_writer.py": "a thread gets time to fill a pipe",
     "service/security/identity/test_tls.py": "no handshake succeeds: the client gives up by itself",
