@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from kestrel_client import CaptionTask, DetectTask, KestrelClient, KestrelError, QueryTask, Result
+from kestrel_client import KestrelClient, KestrelError, Result
 from kestrel_client.drawing.marks import Marks
 
 from . import DEMO_IMAGE
@@ -39,7 +39,7 @@ _CALLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = "Exits with 1 if an answer is empty, or if a stream gives another result."
+    parser.epilog = "Exits with 1 if an answer is empty."
     add_flags(parser, _FLAGS)
 
 
@@ -54,20 +54,20 @@ def run(args: argparse.Namespace) -> int:
         print(ready, flush=True)
         try:
             with KestrelClient(address) as client:
-                bad = _call_skills(client, folder) + _call_all_at_once(client)
+                empty = _call_skills(client, folder)
         except KestrelError as error:
             raise CommandError(str(error)) from None
-    if bad:
-        raise CommandError(f"empty or contradictory results: {', '.join(bad)}")
+    if empty:
+        raise CommandError(f"empty results: {', '.join(empty)}")
     print(f"\nThe drawn images are in {folder}/.")
     return 0
 
 
 def _call_skills(client: KestrelClient, folder: Path) -> list[str]:
-    """Calls every skill, unary and as a stream. Returns the calls whose results are empty or contradict each other."""
+    """Calls every skill. Returns the calls whose results are empty."""
     for model in client.list_models():
         print(f"{model.name} on {model.device_name or model.device}")
-    bad = []
+    empty = []
     for skill, argument, options in _CALLS:
         print(f"\n{skill}: {argument}{' (thinking)' if 'reasoning' in options else ''}")
         result: Result = getattr(client, skill)(DEMO_IMAGE, argument, **options)
@@ -76,44 +76,7 @@ def _call_skills(client: KestrelClient, folder: Path) -> list[str]:
             f"  first token {result.timings.ttft_ms:.0f} ms, all {result.timings.total_ms:.0f} ms"
         )
         if result.marks == Marks() or getattr(result, "answer", "answered") == "":
-            bad.append(f"{skill} {argument!r}")
+            empty.append(f"{skill} {argument!r}")
         if skill != "caption":
             result.save(folder / f"{skill}.png")
-        with getattr(client, f"stream_{skill}")(DEMO_IMAGE, argument, **options) as stream:
-            events = list(stream)
-            same = stream.result().marks == result.marks
-        print(f"  stream: {len(events)} events, {_agreement(same)}")
-        if not same:
-            bad.append(f"stream_{skill} {argument!r}")
-    return bad
-
-
-def _call_all_at_once(client: KestrelClient) -> list[str]:
-    """Puts the image, runs several tasks on it in one call, runs a skill by its name, and deletes the image."""
-    handle = client.put_image(DEMO_IMAGE)
-    tasks = (
-        QueryTask(_QUESTION, temperature=0.0),
-        CaptionTask("short", temperature=0.0),
-        DetectTask(_OBJECTS),
-    )
-    analysis = client.analyze(handle, tasks)
-    caption = client.caption(handle, "short", temperature=0.0)
-    alone = (
-        client.query(handle, _QUESTION, temperature=0.0),
-        caption,
-        client.detect(handle, _OBJECTS),
-    )
-    same = sum((result.marks for result in alone), Marks()) == analysis.marks
-    print(f"\nanalyze: query, caption, detect\n  {_agreement(same)}")
-    print(
-        f"  all {analysis.timings.total_ms:.0f} ms; {analysis.usage.cached_tokens} positions cached"
-    )
-    named = client.run_skill("caption", handle, {"length": "short"}, temperature=0.0)
-    agrees = named.marks == caption.marks
-    print(f"run: caption\n  {_agreement(agrees)}")
-    found = {"analyze": same, "run": agrees, "forget": client.delete_image(handle)}
-    return [name for name, good in found.items() if not good]
-
-
-def _agreement(same: bool) -> str:
-    return "the same result" if same else "ANOTHER result"
+    return empty
