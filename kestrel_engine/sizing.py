@@ -1,23 +1,16 @@
 """Computes the GPU memory that a model takes and the memory that is left for the KV cache, as the factory does.
 
-    python -m kestrel_engine.sizing --model moondream2 --gpu-gib 8 16 24 80
-
 It needs no GPU and reads no weights. The CUDA context takes memory before torch can allocate any. CONTEXT_BYTES is an
 assumption about its size, and the only figure here that is not computed.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .config.dtypes import PRECISIONS
 from .config.runtime import RuntimeConfig
 from .config.sizes import SMALLER_CUDA_SIZES
-from .errors import KestrelError
 
 if TYPE_CHECKING:
     from .checkpoint.open import OpenedModel
@@ -107,48 +100,3 @@ def fit(
         full_sequences=pool.num_pages // -(-pool.max_seq_length // page_size),
         images=pool.num_pages * page_size // model.image_prefix,
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m kestrel_engine.sizing",
-        description=(__doc__ or "").partition("\n")[0],
-    )
-    parser.add_argument("--model", default="moondream2", help="released model, or a config.json")
-    parser.add_argument("--gpu-gib", type=float, nargs="+", default=[8, 16, 24, 80], metavar="N")
-    parser.add_argument("--precision", choices=PRECISIONS, default="auto")
-    parser.add_argument("--max-batch-size", type=int, default=None)
-    parser.add_argument("--max-seq-length", type=int, default=None)
-    parser.add_argument("--step-crops", type=int, default=None)
-    parser.add_argument("--kv-cache-gib", type=float, default=None)
-    parser.add_argument("--no-fp8", action="store_true", help="a card without FP8 (below 8.9)")
-    args = parser.parse_args(arguments)
-    columns = "GPU, GiB", "weights", "reserve", "KV cache", "batch", "context", "full", "images"
-    print("".join(f"{column:>10}" for column in columns))
-    for gib in args.gpu_gib:
-        try:
-            config = RuntimeConfig(
-                model=args.model,
-                precision=args.precision,
-                random_weights=True,
-                max_batch_size=args.max_batch_size,
-                max_seq_length=args.max_seq_length,
-                step_crops=args.step_crops,
-                kv_cache_gib=args.kv_cache_gib,
-            )
-            found = fit(config, int(gib * GIB), fp8=not args.no_fp8)
-        except KestrelError as error:
-            print(f"{gib:>10g}  {error}")
-            continue
-        sizes = found.weights_bytes, found.reserve_bytes, found.pool_bytes
-        counts = found.max_batch_size, found.max_seq_length, found.full_sequences, found.images
-        print(
-            f"{gib:>10g}"
-            + "".join(f"{size / GIB:>10.2f}" for size in sizes)
-            + "".join(f"{count:>10}" for count in counts)
-        )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -170,10 +170,7 @@ def _card_memory(config: RuntimeConfig, opened: OpenedModel) -> Finding:
     except ConfigError:
         raise
     except KestrelError as error:
-        remedy = (
-            "python -m kestrel_engine.sizing shows what fits; check whether other processes use "
-            "the GPU"
-        )
+        remedy = "docs/run/gpus.md shows what fits; check whether other processes use the GPU"
         return Finding("memory", "fail", f"{message}: {error}", remedy)
     message += (
         f": weights {found.weights_bytes / GIB:.1f}, reserve {found.reserve_bytes / GIB:.1f}, KV cache "

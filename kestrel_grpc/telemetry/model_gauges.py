@@ -52,7 +52,10 @@ class ModelGauges:
         self._each(
             "kestrel.requests.displaced", lambda engine, model: [(engine.places.displaced, {})]
         )
-        self._each("kestrel.places.largest", lambda engine, model: [(_largest_share(engine), {})])
+        self._each(
+            "kestrel.places.largest",
+            lambda engine, model: [(engine.places.largest_held / engine.places.bound, {})],
+        )
         self._each("kestrel.kv.pages", lambda engine, model: _pages(engine))
         self._each("kestrel.kv.usage", lambda engine, model: [(engine.stats.kv_use, {})])
         self._each(
@@ -122,10 +125,6 @@ class ModelGauges:
 
 def _waiting(engine: InferenceEngine) -> int:
     return max(0, engine.num_requests - engine.stats.running)
-
-
-def _largest_share(engine: InferenceEngine) -> float:
-    return engine.places.largest_held / engine.places.bound
 
 
 def _load_phases(engine: InferenceEngine) -> Values:

@@ -94,7 +94,7 @@ def _call(skill: str, fields: Fields, service: VisionService, names: Sequence[st
     if events is not None and not fields.flag("stream"):
         events = None
     behaviour = getattr(service, f"{'' if events is None else 'Stream'}{skill.title()}")
-    are_several = _are_several(fields)
+    are_several = bool(fields.values.get("objects"))
     adapter = next((path for path, _ in _adapters(fields)), ("model",))
     renames = {**_NAMES, ("options", "adapter"): adapter}
     if not are_several:
@@ -260,11 +260,6 @@ def _spatial_refs(fields: Fields) -> list[common_pb2.SpatialRef]:
         path = fields.at("spatial_refs", index)
         refs.append(spatial_ref(numbers(item, path), path))
     return refs
-
-
-def _are_several(fields: Fields) -> bool:
-    """Whether the request has the field ``objects``, which gives a list of results, in place of ``object``."""
-    return bool(fields.values.get("objects"))
 
 
 def _objects(fields: Fields) -> Sequence[str]:

@@ -42,7 +42,8 @@ class LastFrames:
         if not self._repeats:
             yield Repeat()
             return
-        seen = _identity(image)
+        # Of equal images the model sees the same, and their results have the same coordinates.
+        seen = (image.key, image.region, image.image_size)
         while seen not in self._kept and seen in self._computing:
             await self._computing[seen].wait()
         repeat = Repeat(self._kept.get(seen))
@@ -88,11 +89,6 @@ class Repeat:
             response.usage.Clear()
             response.timings.Clear()
         return found
-
-
-def _identity(image: PreparedImage) -> object:
-    """Equal for images of which the model sees the same, and whose results have the same coordinates."""
-    return image.key, image.region, image.image_size
 
 
 def _is_repeatable(task: CallTask[Any, Any]) -> bool:
