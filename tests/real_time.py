@@ -16,7 +16,6 @@ WHY = {
     "deploy/test_haproxy.py": "HAProxy's own timeouts",
     "deploy/test_wheels.py": "nobody listens: the client gives up by itself",
     "engine/checkpoint/test_memory.py": "slow: a thread samples memory",
-    "engine/processes/test_parent_death.py": "a process outlives its parent by some seconds at least",
     "forking/": "a process is polled, and kills come at random instants",
     "gpu/test_principals_cuda.py": "a flood begins before the measured calls",
     "http/test_fetching.py": "a web server that is too slow",
