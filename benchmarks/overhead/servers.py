@@ -19,6 +19,7 @@ from typing import Any, TextIO, cast
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_grpc.logs.records import set_up_logging
+from kestrel_grpc.process.event_loop import run as run_loop
 from kestrel_grpc.process.interpreter import GC_THRESHOLDS, SWITCH_INTERVAL_S
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.batches import BatchesConfig
@@ -76,7 +77,7 @@ def run_canned(pipe: Connection, load: Load, watched: bool, http: bool = False) 
     with tempfile.TemporaryFile("w") as log, tempfile.TemporaryDirectory() as folder:
         if watched:
             _watch(log)
-        asyncio.run(main(folder))
+        run_loop(main(folder))
 
 
 def _server_config(watched: bool) -> ServerConfig:

@@ -4,8 +4,8 @@ python -m benchmarks.overhead.through_grpc [--quick] [--json FILE] [--rounds N] 
     [--step-ms MS]
 
 The real server runs with an engine that returns canned words at a device's pace. The echo is a bare grpc.aio server
-that sends the same messages at the same pace, or answers a unary call with the same bytes. Callers run in separate
-processes.
+that sends the same messages at the same pace, or answers a unary call with the same bytes. It runs on asyncio's own
+loop, the server on the loop of `serve`. Callers run in separate processes.
 """
 
 from __future__ import annotations

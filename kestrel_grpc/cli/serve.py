@@ -17,6 +17,7 @@ from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry, maintenanc
 
 from .. import __version__
 from ..logs.records import flush_log, set_up_logging
+from ..process.event_loop import run as run_loop
 from ..process.interpreter import set_up_interpreter
 from ..process.open_files import complaint, raise_limit
 from ..process.skill_plugins import skill_registry
@@ -149,7 +150,7 @@ def _serve_alone(
         for finding in maintenance.check_slow_device(runtime):
             logger.warning("%s: %s: %s", runtime.model, finding.check, finding.message)
     try:
-        asyncio.run(serve_alone(config, runtimes, skills))
+        run_loop(serve_alone(config, runtimes, skills))
     except ConfigError:
         raise
     except FAILURES as error:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from kestrel_engine import ConfigError, InferenceEngine, KestrelError, SkillRegistry, maintenance
 
 from ..logs.records import set_up_logging
+from ..process.event_loop import run as run_loop
 from ..process.interpreter import set_up_interpreter
 from ..process.server import KestrelServer
 from ..process.skill_plugins import skill_registry
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str], create: CreateEngine | None = None) -> int:
     if task.runtime.confine != "off":
         maintenance.hide_memory()
     try:
-        return asyncio.run(_serve(task, skill_registry(config.skills), line, create))
+        return run_loop(_serve(task, skill_registry(config.skills), line, create))
     except ConfigError as error:
         line.send(Failed(error.limit, error.field, str(error.value)))
     except SettingsError as error:

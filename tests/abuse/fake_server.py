@@ -3,8 +3,9 @@
 python -m tests.abuse.fake_server FLAGS OF SERVE…
 
 A step takes STEP_S; no step ends while the file named by HANG_FILE exists, or one with the process's number as its
-suffix. While a step hangs, each file with the suffix .passed lets 100 s pass. With FAIL set no engine can be made.
-MODEL names the model. The template of workers runs this module too, as a fork of the fork server.
+suffix. While a step hangs, each file with the suffix .passed lets 100 s pass, also for the event loop with MOVES_TIMERS
+set. With FAIL set no engine can be made. MODEL names the model. The template of workers runs this module too, as a
+fork of the fork server.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from tests.forking.process import ForkedProcess
 
 STEP_S = 0.005
 HANG_FILE = "ABUSE_HANG_FILE"
+MOVES_TIMERS = "ABUSE_MOVES_TIMERS"
 FAIL = "ABUSE_FAIL"
 MODEL = "ABUSE_MODEL"
 TEMPLATE = "--template"
@@ -47,6 +49,8 @@ def serve() -> int:
 def main(run: Callable[[], Any] = serve) -> Any:
     """Runs ``run``, whose engines have the fake runtime."""
     hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
+    if os.environ.get(MOVES_TIMERS):
+        sys.modules["uvloop"] = None  # type: ignore[assignment]  # Only asyncio's timers go by the moved clock.
     for_ever = hang.with_suffix(".forever")
     device_thread, (never, _) = ThreadPoolExecutor(1), os.pipe()
     moved = MovedClock()

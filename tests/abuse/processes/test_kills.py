@@ -22,7 +22,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import ModelServiceStub
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.process.start_and_stop import EXIT_ENGINE_FAILED
-from tests.abuse.fake_server import NO_END
+from tests.abuse.fake_server import MOVES_TIMERS, NO_END
 from tests.abuse.process import ROOT, ServerProcess
 from tests.ports import free_port
 from tests.service.statuses import failure
@@ -83,7 +83,7 @@ UNLIMITED = ("--max-deadline", "0", "--write-timeout", "0")
 async def test_a_hung_step_ends_all_requests_with_a_status_and_the_process_still_stops(tmp_path):
     passed = tmp_path / "hang.passed"
     flags = ("--step-timeout", "60", "--grace", "60", *UNLIMITED)
-    with ServerProcess(tmp_path, *flags) as server:
+    with ServerProcess(tmp_path, *flags, **{MOVES_TIMERS: "1"}) as server:
         async with channel_to(server.address) as channel:
             stub, health = VisionServiceStub(channel), health_pb2_grpc.HealthStub(channel)
             check = health_pb2.HealthCheckRequest(service="kestrel.v1.VisionService")
