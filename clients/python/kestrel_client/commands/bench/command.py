@@ -31,7 +31,7 @@ from .results import Plain, describe_machine, figures, read_figures, stage_resul
 from .sample_images import Image, make_images, open_images
 from .sender import PER_CONNECTION, Plan, Stage, run_stage
 from .tally import Slo
-from .text import stage_line, stage_table, summary
+from .text import stage_table, summary
 
 _SETTINGS = (
     *("server", "concurrency", "rate", "seconds", "warm_up", "drain", "max_in_flight", "seed"),
@@ -96,7 +96,9 @@ async def _measure(
             if args.output:
                 write_results(args.output, content)
             if not args.json:
-                print((stage_table if len(stages) == 1 else stage_line)(result), flush=True)
+                print(
+                    stage_table(result), end="\n\n" if stage is not stages[-1] else "\n", flush=True
+                )
             if result["overloaded"]:
                 break
 

@@ -1,4 +1,4 @@
-"""What ``bench`` prints: a table of one stage, a line for each of several, and the summary of --json."""
+"""What ``bench`` prints: a table of each stage, and the summary of --json."""
 
 from __future__ import annotations
 
@@ -30,35 +30,18 @@ def stage_table(stage: Plain) -> str:
             "no request ended within this time, so there are no rates: give more --seconds"
         )
     lines += [f"{count} failed: {words}" for words, count in stage["errors"].items()]
-    return "\n".join([*lines, *_warnings(stage)])
+    lines += [f"the client may have limited this: {why}" for why in stage["client"]["limits"]]
+    if stage["overloaded"]:
+        missed = stage["requests_total"] - stage["requests_good"]
+        lines.append(
+            f"overloaded: {missed} of {stage['requests_total']} requests failed or missed a limit of --slo "
+            f"(more than {OVERLOAD_SHARE:.0%})"
+        )
+    return "\n".join(lines)
 
 
 def _rate(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
-
-
-def _warnings(stage: Plain) -> list[str]:
-    found = [f"the client may have limited this: {why}" for why in stage["client"]["limits"]]
-    if stage["overloaded"]:
-        missed = stage["requests_total"] - stage["requests_good"]
-        found.append(
-            f"overloaded: {missed} of {stage['requests_total']} requests failed or missed a limit of --slo "
-            f"(more than {OVERLOAD_SHARE:.0%})"
-        )
-    return found
-
-
-def stage_line(stage: Plain) -> str:
-    """One line about one of several stages."""
-    parts = [
-        f"{level_text(stage)}: {stage['throughput_rps']:.2f} requests/s",
-        f"{stage['goodput_rps']:.2f} good",
-        f"{stage['requests_success']} of {stage['requests_total']} succeeded",
-    ]
-    for name, title in (("latency", "latency"), ("ttft", "TTFT"), ("itl", "ITL")):
-        if spread := stage[name]:
-            parts.append(f"{title} p50/p95 {1e3 * spread['p50']:.0f}/{1e3 * spread['p95']:.0f} ms")
-    return "; ".join([", ".join(parts), *_warnings(stage)])
 
 
 def summary(results: Sequence[Plain]) -> Plain:
