@@ -22,8 +22,6 @@ from .. import clock
 logger = logging.getLogger(__name__)
 
 _COMPRESSION = 3
-_FIRST_SAFE_TEARDOWN = (12, 6)
-"""The first CUDA version that can tear CUPTI down and start it again in a process with CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +40,6 @@ class StepProfile:
     def __init__(self, max_steps: int, *, cuda: bool, python_functions: bool) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        if cuda:
-            _keep_cupti()
         # Some releases of torch warn at every first start that events of earlier cycles are lost. There is one cycle.
         warnings.filterwarnings("ignore", message=".*Profiler clears events", category=UserWarning)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -117,16 +113,3 @@ class StepProfile:
             with suppress(OSError):
                 os.unlink(part)
         return Profile(path=path, file_bytes=size, seconds=self.seconds, steps=self.steps)
-
-
-def _keep_cupti() -> None:
-    """Keeps CUPTI loaded before CUDA 12.6, where the second profile of a process with CUDA graphs crashes otherwise.
-
-    torch itself does so only for graphs that its own compiler captured.
-    """
-    import torch
-
-    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    if version < _FIRST_SAFE_TEARDOWN:
-        os.environ.setdefault("TEARDOWN_CUPTI", "0")
-        os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
