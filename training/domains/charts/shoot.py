@@ -24,11 +24,7 @@ LIBRARIES = {
     "chartjs": ("chart.js/dist/chart.umd.min.js",),
     "billboard": ("billboard.js/dist/billboard.pkgd.min.js",),
     "plotly": ("plotly.js-dist-min/plotly.min.js",),
-    "vega": (
-        "vega/build/vega.min.js",
-        "vega-lite/build/vega-lite.min.js",
-        "vega-embed/build/vega-embed.min.js",
-    ),
+    "vega": tuple(f"{name}/build/{name}.min.js" for name in ("vega", "vega-lite", "vega-embed")),
 }
 """Library to scripts, below node_modules. Apache-2.0 (echarts), BSD-3-Clause (vega), MIT (the rest)."""
 
@@ -38,9 +34,8 @@ HELD_OUT = ("plotly", "vega")
 
 def open_page(browser: Browser, library: str, modules: Path) -> Page:
     """An empty page that has the scripts of a library."""
-    files = [
-        f'<script src="{(modules / s).resolve().as_uri()}"></script>' for s in LIBRARIES[library]
-    ]
+    scripts = [(modules / script).resolve().as_uri() for script in LIBRARIES[library]]
+    files = [f'<script src="{url}"></script>' for url in scripts]
     files.append(f"<script>{DRAW.read_text()}</script>")
     if library == "billboard":
         sheet = modules / "billboard.js/dist/billboard.min.css"
@@ -52,9 +47,8 @@ def open_page(browser: Browser, library: str, modules: Path) -> Page:
     if library not in HELD_OUT:
         files.append("<style>#c text{font:inherit!important}</style>")
     place = modules / f"chart-{library}.html"
-    place.write_text(
-        f"<!doctype html><meta charset=utf-8>{''.join(files)}<body style='margin:0'><div id=h></div></body>"
-    )
+    body = "<body style='margin:0'><div id=h></div></body>"
+    place.write_text(f"<!doctype html><meta charset=utf-8>{''.join(files)}{body}")
     page = browser.new_page()
     page.goto(place.resolve().as_uri(), wait_until="load")
     return page

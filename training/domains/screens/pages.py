@@ -14,11 +14,9 @@ from pathlib import Path
 
 from training.sources import word_lists
 
-# fmt: off
-(ACTIONS, FIELDS, NUMBERS, OPTIONS, SECTIONS, NOUNS, ADJECTIVES, PEOPLE, STATES, FONTS, THEMES_HELD_OUT) = (
-    word_lists(Path(__file__).parent).values()
-)
-# fmt: on
+_LISTS = [*word_lists(Path(__file__).parent).values()]
+ACTIONS, FIELDS, NUMBERS, OPTIONS, SECTIONS, NOUNS, ADJECTIVES, PEOPLE, STATES = _LISTS[:9]
+FONTS, THEMES_HELD_OUT = _LISTS[9:]
 _THEMES = json.loads((Path(__file__).parent / "themes.json").read_text(encoding="utf-8"))
 THEMES: dict[str, str] = _THEMES["sheets"]
 CLASSES: dict[str, dict[str, list[str]]] = _THEMES["classes"]
@@ -50,9 +48,8 @@ class Page:
     def phrase(self) -> str:
         return f"{self.rng.choice(ADJECTIVES)} {self.rng.choice(NOUNS)}".capitalize()
 
-    def sentence(self) -> str:
-        words = [self.rng.choice(ADJECTIVES + NOUNS) for _ in range(self.rng.randint(4, 10))]
-        return " ".join(words).capitalize() + "."
+    def title(self) -> str:
+        return self.pick([self.phrase() for _ in range(4)])
 
     def value(self, name: str) -> str:
         """What somebody may have typed into a field of this name."""
@@ -66,10 +63,8 @@ class Page:
             "Time": f"{r.randint(0, 23):02}:{r.randint(0, 59):02}",
             "Price": f"{r.randint(1, 300)}.{r.randint(0, 99):02}",
         }
-        if name in by_name:
-            return by_name[name]
-        if name in NUMBERS:
-            return str(r.randint(1, 9999))
+        if name in (*by_name, *NUMBERS):
+            return by_name.get(name) or str(r.randint(1, 9999))
         return first if "ame" in name else self.phrase()
 
     def mark(self, role: str, name: str, **more: str) -> str:
@@ -94,11 +89,10 @@ def icon_button(page: Page) -> str:
 
 
 def text_field(page: Page) -> str:
-    name = page.pick(FIELDS)
-    filled = page.rng.random() < 0.6
-    value = page.value(name) if filled else ""
-    hint = ""
-    if not filled and page.rng.random() >= 0.5:
+    name, value, hint = page.pick(FIELDS), "", ""
+    if page.rng.random() < 0.6:
+        value = page.value(name)
+    elif page.rng.random() >= 0.5:
         hint = f' placeholder="{html.escape(page.phrase())}"'
     mark = page.mark("input", name, value=value)
     box = f'<input type=text size=16{page.classes("input")} value="{html.escape(value)}"{hint} {mark}>'
@@ -126,8 +120,7 @@ def option(page: Page, kind: str = "checkbox", group: str = "") -> str:
 def form(page: Page) -> str:
     r = page.rng
     rows = [text_field(page) for _ in range(r.randint(1, 4))]
-    if r.random() < 0.5:
-        rows.append(drop_down(page))
+    rows += [drop_down(page)] if r.random() < 0.5 else []
     rows += [option(page) for _ in range(r.randint(0, 3))]
     buttons = " ".join(button(page) for _ in range(r.randint(1, 3)))
     rows.append(f"<div>{buttons}</div>")
@@ -146,7 +139,7 @@ def table(page: Page) -> str:
     columns = r.sample(["Item", "Price", "Quantity", "Owner", "Status", "Date"], r.randint(2, 4))
     body = ""
     for _ in range(r.randint(2, 6)):
-        cells, first = "", page.pick([page.phrase() for _ in range(4)])
+        cells, first = "", page.title()
         for k, column in enumerate(columns):
             value = first if k == 0 else {
                 "Item": page.phrase(), "Price": f"{r.randint(1, 99)}.{r.randint(0, 99):02}", "Date": page.value("Date"),
@@ -162,7 +155,7 @@ def table(page: Page) -> str:
 def cards(page: Page) -> str:
     out = ""
     for _ in range(page.rng.randint(2, 4)):
-        title = page.pick([page.phrase() for _ in range(4)])
+        title = page.title()
         price = f"{page.rng.choice('$€£')}{page.rng.randint(1, 400)}"
         inside = f"<b {page.mark('heading', title)}>{title}</b><br>"
         inside += f"<span {page.mark('cell', price, row=title, column='Price')}>{price}</span><br>{button(page)}"
@@ -171,11 +164,9 @@ def cards(page: Page) -> str:
 
 
 def options(page: Page) -> str:
-    kind = page.rng.choice(("checkbox", "checkbox", "radio"))
-    group = page.phrase()
-    return heading(page) + "".join(
-        option(page, kind, group if kind == "radio" else "") for _ in range(page.rng.randint(2, 6))
-    )
+    kind, group = page.rng.choice(("checkbox", "checkbox", "radio")), page.phrase()
+    group, head = group if kind == "radio" else "", heading(page)
+    return head + "".join(option(page, kind, group) for _ in range(page.rng.randint(2, 6)))
 
 
 def toolbar(page: Page) -> str:
@@ -185,7 +176,9 @@ def toolbar(page: Page) -> str:
 
 
 def dialog(page: Page) -> str:
-    body = f"{heading(page)}<p>{page.sentence()}</p>{button(page)} {button(page)}"
+    head = heading(page)
+    words = [page.rng.choice(ADJECTIVES + NOUNS) for _ in range(page.rng.randint(4, 10))]
+    body = f"{head}<p>{' '.join(words).capitalize()}.</p>{button(page)} {button(page)}"
     return f'<div style="border:1px solid #8888;border-radius:6px;padding:10px;max-width:340px">{body}</div>'
 
 
@@ -220,8 +213,9 @@ def make_page(seed: int, theme: str, icons: dict[str, str], folder: str) -> tupl
     family, base = r.choice(FONTS), r.choice((13, 14, 15, 16, 16, 18))
     font = f"{folder}/@fontsource/{family}/files/{family}-latin-400-normal.woff2"
     keep = theme in ("98", "xp") or r.random() < 0.15
-    own = f"body,button,input,select,td,th{{font-family:F!important}}body{{font-size:{base}px}}"
-    own = "" if keep else own
+    own = f"body,button,input,select,td,th{{font-family:F!important}}body{{font-size:{base}px}}" * (
+        not keep
+    )
     if theme == "none" or r.random() < 0.25:
         hue, dark = r.randint(0, 359), r.random() < 0.3
         back, ink = ("12%", "92%") if dark else ("95%", "12%")
@@ -236,9 +230,10 @@ def make_page(seed: int, theme: str, icons: dict[str, str], folder: str) -> tupl
     main = f'<div style="columns:{columns};column-gap:24px">'
     main += "".join(f"{section}{block}</section>" for block in blocks)
     menu = navigation(page, upright) if r.random() < 0.7 else ""
-    layout = "flex" if upright else "block"
     sheet = f'<link rel=stylesheet href="{folder}/{THEMES[theme]}">' if THEMES[theme] else ""
-    body = f"<div style='display:{layout};gap:20px'>{menu}{main}</div></div>"
+    body = (
+        f"<div style='display:{'flex' if upright else 'block'};gap:20px'>{menu}{main}</div></div>"
+    )
     style = f"@font-face{{font-family:F;src:url({font})}}"
     style += f"body{{margin:0;padding:{r.randint(4, 20)}px;max-width:none}}{own}"
     text = f"<!doctype html><meta charset=utf-8>{sheet}<style>{style}</style><body>{body}"

@@ -26,27 +26,20 @@ ICONS = (
     "lock key cloud sun moon map flag bookmark download upload share printer folder file link music microphone volume "
     "video battery wifi bluetooth shield gift shopping-cart credit-card tag filter eye refresh"
 ).split()
-
 ICON_SET = "tabler"
-
 MIN_CONTRAST = 60
 """Levels of grey of 255 between an element's darkest and lightest pixel."""
-
 LOOK = Path(__file__).parent / "look.js"
 
 
 def read_icons(modules: Path, collection: str) -> dict[str, str]:
     """Names to SVG documents that take the colour of the text."""
     data = json.loads((modules / "@iconify-json" / collection / "icons.json").read_text())
-    width, height = data.get("width", 16), data.get("height", 16)
     out = {}
-    for name in ICONS:
-        icon = data["icons"].get(name)
-        if icon is not None:
-            box = f"0 0 {icon.get('width', width)} {icon.get('height', height)}"
-            out[name.replace("-", " ")] = (
-                f'<svg viewBox="{box}" xmlns="http://www.w3.org/2000/svg">{icon["body"]}</svg>'
-            )
+    for name in (name for name in ICONS if name in data["icons"]):
+        icon = {"width": 16, "height": 16, **data, **data["icons"][name]}
+        opening = f'<svg viewBox="0 0 {icon["width"]} {icon["height"]}" xmlns="http://www.w3.org/2000/svg">'
+        out[name.replace("-", " ")] = f"{opening}{icon['body']}</svg>"
     return out
 
 
@@ -61,9 +54,8 @@ def shoot(
     page.goto(place.resolve().as_uri(), wait_until="load")
     elements = page.evaluate(LOOK.read_text())
     # A page ends some pixels below its last element, and often beside it, so that little of a picture is empty.
-    bottom = page.evaluate(
-        "Math.min(innerHeight, Math.max(200, document.body.getBoundingClientRect().bottom + 16))"
-    )
+    lowest = "document.body.getBoundingClientRect().bottom + 16"
+    bottom = page.evaluate(f"Math.min(innerHeight, Math.max(200, {lowest}))")
     right = max((e["box"][2] for e in elements), default=0) + 30 if seed % 2 else width
     picture = screenshot(page).crop((0, 0, int(min(width, max(right, 300))), int(bottom)))
     grey = picture.convert("L")
