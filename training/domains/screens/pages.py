@@ -16,7 +16,7 @@ from training.sources import word_lists
 
 _LISTS = [*word_lists(Path(__file__).parent).values()]
 ACTIONS, FIELDS, NUMBERS, OPTIONS, SECTIONS, NOUNS, ADJECTIVES, PEOPLE, STATES = _LISTS[:9]
-FONTS, THEMES_HELD_OUT = _LISTS[9:]
+FONTS, THEMES_HELD_OUT, ICONS = _LISTS[9:]
 _THEMES = json.loads((Path(__file__).parent / "themes.json").read_text(encoding="utf-8"))
 THEMES: dict[str, str] = _THEMES["sheets"]
 CLASSES: dict[str, dict[str, list[str]]] = _THEMES["classes"]

@@ -19,13 +19,8 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from training.domains.browser import drawing, parse_arguments, screenshot
-from training.domains.screens.pages import THEMES, THEMES_HELD_OUT, make_page
+from training.domains.screens.pages import ICONS, THEMES, THEMES_HELD_OUT, make_page
 
-ICONS = (
-    "home user users search settings bell star heart trash pencil plus minus check x mail phone camera calendar clock "
-    "lock key cloud sun moon map flag bookmark download upload share printer folder file link music microphone volume "
-    "video battery wifi bluetooth shield gift shopping-cart credit-card tag filter eye refresh"
-).split()
 ICON_SET = "tabler"
 MIN_CONTRAST = 60
 """Levels of grey of 255 between an element's darkest and lightest pixel."""

@@ -131,7 +131,7 @@ def _caption(scene: Scene, length: str) -> str:
 def _questions(rng: random.Random, scene: Scene, few: bool) -> Iterator[Ask]:
     made = [count(rng, scene) for _ in range(4)]
     made += [draw_question(rng, scene) for _ in range(5)] if few else [count(rng, scene)]
-    for number, q in enumerate(q for q in made if q is not None):
+    for number, q in enumerate(filter(None, made)):
         text = q.text if rng.random() < 0.6 else vary(rng, q.text)
         if q.kind == "listing":
             q = replace(q, answer=_caption(scene, "short"))
@@ -201,7 +201,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     for length in lengths if few else ():
         asks.append(Ask("caption", f"shapes caption {length}", length, _caption(scene, length)))
     asks += _questions(rng, scene, few)
-    asks += [ask for ask in (_segment(rng, scene) for _ in range(2)) if ask is not None]
+    asks += filter(None, (_segment(rng, scene) for _ in range(2)))
     missing = _missing(rng, scene) if rng.random() < 0.5 else None
     asks.append(missing or (off_topic(rng) if rng.random() < 0.5 else absent_object(rng)))
     marks = [Mark(s.box, SHAPES[s.kind], COLOURS[s.colour]) for s in scene.shapes]

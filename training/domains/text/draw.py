@@ -46,9 +46,8 @@ def _read_line(rng: random.Random, page: Page) -> Ask | None:
     close = any(b - a < 6 for a, b in pairwise(bottoms))
     if not 2 <= n <= 8 or close or len(page.lines[k].text) > LONGEST:
         return None
-    ways = (
-        "What does line {d} say?|Read line {d}.|Read the {o} line.|What is the {o} line?|Line {d}?"
-    )
+    ways = "What does line {d} say?|Read line {d}.|Read the {o} line.|What is the {o} line?"
+    ways += "|Line {d}?"
     if k == n - 1:
         ways += "|Read the last line.|What does the last line say?"
     return read(rng, "text line", ways, page.lines[k].text, d=str(k + 1), o=_ORDINALS[k])
@@ -131,7 +130,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         raise RuntimeError(f"no text fits into {width}x{height}")
     asks = special + asks_of(rng, page)
     if not held:
-        asks += [ask for ask in (_read_line(rng, page) for _ in range(2)) if ask is not None]
+        asks += filter(None, (_read_line(rng, page) for _ in range(2)))
     if small:
         asks = [replace(a, kind=f"{a.kind} small") if a.kind in _SIZED else a for a in asks]
     marks = [Mark(word.box, "text") for line in page.lines for word in line.words]

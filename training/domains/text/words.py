@@ -16,7 +16,7 @@ def dictionary() -> tuple[str, ...]:
     return tuple((sources() / "words.txt").read_text(encoding="utf-8").split())
 
 
-MONTHS, SHOPS, GOODS = word_lists(Path(__file__).parent).values()
+MONTHS, SHOPS, GOODS, KEYS = word_lists(Path(__file__).parent).values()
 
 
 def word(rng: random.Random) -> str:
