@@ -6,9 +6,10 @@ import random
 from pathlib import Path
 
 from training.domains.picture import NOT_SHOWN, Ask
-from training.scenes.phrases import fill, with_article
+from training.scenes.phrases import WAYS, fill, with_article
 from training.sources import word_lists
 
+Refs = tuple[tuple[float, ...], ...]
 _LISTS = word_lists(Path(__file__).parent)
 _BEFORE, _AFTER, _OFF_TOPIC, _PLACES, _BOOKS, _FOODS, FOREIGN = _LISTS.values()
 
@@ -41,21 +42,26 @@ def _mistype(rng: random.Random, text: str) -> str:
     return text[:i] + text[i + 1] + text[i] + text[i + 2 :]
 
 
-def tell(rng: random.Random, kind: str, ways: str, answer: str, **words: str) -> Ask:
+def tell(
+    rng: random.Random, kind: str, ways: str, answer: str, refs: Refs = (), **words: str
+) -> Ask:
     """A question whose answer is in the model's own words."""
-    return Ask("query", kind, vary(rng, ways, **words), answer)
+    return Ask("query", kind, vary(rng, ways, **words), answer, refs=refs)
 
 
-def read(rng: random.Random, kind: str, ways: str, answer: str, **words: str) -> Ask:
+def read(
+    rng: random.Random, kind: str, ways: str, answer: str, refs: Refs = (), **words: str
+) -> Ask:
     """A question whose answer stands in the picture, so that it is learnt character by character."""
-    return Ask("query", kind, vary(rng, ways, **words), answer, spelled=True)
+    return Ask("query", kind, vary(rng, ways, **words), answer, refs=refs, spelled=True)
 
 
 def off_topic(rng: random.Random) -> Ask:
     p, q = rng.sample(_PLACES, 2)
     words = {"p": p, "q": q, "b": rng.choice(_BOOKS), "f": rng.choice(_FOODS)}
     n, m = (str(rng.randint(2, 99)) for _ in range(2))
-    return tell(rng, "off topic", "|".join(_OFF_TOPIC), NOT_SHOWN, n=n, m=m, **words)
+    text = vary(rng, "|".join(_OFF_TOPIC), n=n, m=m, **words)
+    return Ask("query", "off topic", text, NOT_SHOWN)
 
 
 def absent_object(rng: random.Random) -> Ask:
@@ -66,10 +72,7 @@ def absent_object(rng: random.Random) -> Ask:
         skill = "detect" if u < 0.25 else "point"
         return Ask(skill, "absent", rng.choice((thing, thing + "s", "the " + thing)))
     if u < 0.75:
-        ways = "Is there {a} in the {picture}?|Is there {a}?|Can you see {a}?|Do you see {a} here?"
-        return tell(rng, "absent", ways, "no", a=with_article(thing))
+        return tell(rng, "absent", WAYS["presence absent"], "no", a=with_article(thing))
     if u < 0.85:
-        ways = "How many {t}s are there?|How many {t}s do you see?|Count the {t}s."
-        return tell(rng, "absent", ways, "0", t=thing)
-    ways = "What colour is the {t}?|What color is the {t}?|Where is the {t}?|What is the {t} doing?"
-    return tell(rng, "absent", ways, f"There is no {thing}.", t=thing)
+        return tell(rng, "absent", WAYS["count absent"], "0", t=thing)
+    return tell(rng, "absent", WAYS["absent thing"], f"There is no {thing}.", t=thing)

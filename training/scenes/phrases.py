@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 from training.scenes import vocabulary as v
 from training.scenes.scenes import Scene, Shape
+
+_LINES = (Path(__file__).parents[1] / "ways.txt").read_text(encoding="utf-8").splitlines()
+WAYS = dict(line.split(": ", 1) for line in _LINES)
+"""The ways to ask a question by name; "|" divides them."""
 
 
 def fill(rng: random.Random, ways: str, **words: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from training.domains.picture import Ask
 from training.scenes import phrases
 from training.scenes.captions import place_of, short_caption
-from training.scenes.phrases import Phrase, draw_absent, draw_present, name_of, refer
+from training.scenes.phrases import WAYS, Phrase, draw_absent, draw_present, name_of, refer
 from training.scenes.scenes import MIN_SIZE_RATIO, Scene
 from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
 
@@ -68,13 +68,7 @@ def count(rng: random.Random, scene: Scene) -> Question | None:
     if phrase is None:
         return None
     found = phrase.find(scene)
-    ways = (
-        "How many {p} are there?|How many {p} are there?|How many {p} are in the {picture}?|"
-        "How many {p} are there in this {picture}?|How many {p} do you see?|"
-        "How many {p} can you see in the {picture}?|How many {p} does the {picture} show?|"
-        "Count the {p}.|Count all the {p} in the {picture}.|What is the number of {p}?|Number of {p}?"
-    )
-    text = _say(rng, ways, p=phrase.words(rng, plural=True))
+    text = _say(rng, WAYS["count"], p=phrase.words(rng, plural=True))
     return Question("count", text, str(len(found)), _step(phrase, found))
 
 
@@ -95,11 +89,7 @@ def colour(rng: random.Random, scene: Scene) -> Question | None:
         return None
     index, phrase = found
     c = rng.choice(("colour", "color"))
-    ways = (
-        "What {c} is the {p}?|What {c} is the {p}?|What is the {c} of the {p}?|Which {c} is the {p}?|"
-        "Which {c} does the {p} have?|Tell me the {c} of the {p}."
-    )
-    text = _say(rng, ways, c=c, p=phrase.words(rng))
+    text = _say(rng, WAYS["colour"], c=c, p=phrase.words(rng))
     return Question("colour", text, COLOURS[scene.shapes[index].colour], _step(phrase, [index]))
 
 
@@ -108,20 +98,9 @@ def shape(rng: random.Random, scene: Scene) -> Question | None:
     if found is None:
         return None
     index, phrase = found
-    ways = (
-        "What shape is the {p}?|Which shape is the {p}?|What is the shape of the {p}?|"
-        "What kind of shape is the {p}?|Which shape is {a}?|What shape is {a}?|What is the {p}?"
-    )
     adjective = phrase.words(rng).rsplit(" ", 1)[0]
-    text = _say(rng, ways, p=phrase.words(rng), a=adjective)
+    text = _say(rng, WAYS["shape"], p=phrase.words(rng), a=adjective)
     return Question("shape", text, SHAPES[scene.shapes[index].kind], _step(phrase, [index]))
-
-
-_PRESENCE = (
-    "Is there {one}?|Is there {one}?|Is there {one} in the {picture}?|Do you see {one}?|Can you see {one}?|"
-    "Does the {picture} contain {one}?|Does the {picture} show {one}?|Are there any {many}?|"
-    "Are there any {many} in the {picture}?"
-)
 
 
 def presence(rng: random.Random, scene: Scene) -> Question | None:
@@ -132,13 +111,13 @@ def presence(rng: random.Random, scene: Scene) -> Question | None:
         return Question("presence", text, "no" if scene.shapes else "yes", steps)
     if u < 0.09:
         noun = rng.choice(FOREIGN_NOUNS)
-        text = _say(rng, _PRESENCE, one=phrases.with_article(noun), many=noun + "s")
+        text = _say(rng, WAYS["presence"], one=phrases.with_article(noun), many=noun + "s")
         return Question("presence", text, "no", ((noun, ()),))
     phrase = draw_absent(rng, scene) if u < 0.55 else draw_present(rng, scene)
     if phrase is None:
         return None
     one, many = phrases.with_article(phrase.words(rng)), phrase.words(rng, plural=True)
-    text, found = _say(rng, _PRESENCE, one=one, many=many), phrase.find(scene)
+    text, found = _say(rng, WAYS["presence"], one=one, many=many), phrase.find(scene)
     return Question("presence", text, "yes" if found else "no", _step(phrase, found))
 
 
@@ -165,8 +144,7 @@ def relation(rng: random.Random, scene: Scene) -> Question | None:
     lead = _lead(scene, a, b, axis)
     if first is None or second is None or abs(lead) < RELATION_GAP:
         return None
-    ways = "Is the {a} {d} the {b}?|Is the {a} {d} the {b}?|Does the {a} lie {d} the {b}?"
-    text = _say(rng, ways, a=first.words(rng), b=second.words(rng), d=direction)
+    text = _say(rng, WAYS["relation"], a=first.words(rng), b=second.words(rng), d=direction)
     answer = "yes" if lead * sign > 0 else "no"
     return Question("relation", text, answer, _step(first, [a]) + _step(second, [b]))
 
@@ -184,11 +162,7 @@ def neighbour(rng: random.Random, scene: Scene) -> Question | None:
         if phrase is None or unclear or len(beyond) > 1 or not leads:
             continue
         answer = name_of(scene.shapes[beyond[0]]) if beyond else "nothing"
-        ways = (
-            "What is {d} the {b}?|What is {d} the {b}?|Which {n} is {d} the {b}?|"
-            "What do you see {d} the {b}?"
-        )
-        text = _say(rng, ways, d=direction, b=phrase.words(rng), n=_noun(rng))
+        text = _say(rng, WAYS["neighbour"], d=direction, b=phrase.words(rng), n=_noun(rng))
         return Question("relation", text, answer, (*_step(phrase, [b]), (answer, tuple(beyond))))
     return None
 
@@ -277,8 +251,7 @@ def style(rng: random.Random, scene: Scene) -> Question | None:
         return None
     steps = _step(phrase, [index])
     if rng.random() < 0.4:
-        ways = "Is the {p} solid, outlined or striped?|What style is the {p}?"
-        text = _say(rng, ways, p=phrase.words(rng))
+        text = _say(rng, WAYS["style"], p=phrase.words(rng))
         return Question("style", text, STYLES[found.style], steps)
     asked = found.style if rng.random() < 0.5 else rng.randrange(3)
     ways = "Is the {p} {s}?"
@@ -296,19 +269,13 @@ def place(rng: random.Random, scene: Scene) -> Question | None:
     phrase = refer(rng, scene, index)
     if phrase is None or any(abs(s - line) < PLACE_GAP for s in shares for line in (1 / 3, 2 / 3)):
         return None
-    ways = "Where is the {p}?|Where in the {picture} is the {p}?"
-    text = _say(rng, ways, p=phrase.words(rng))
+    text = _say(rng, WAYS["place"], p=phrase.words(rng))
     return Question("place", text, place_of(scene, scene.shapes[index]), _step(phrase, [index]))
 
 
 def listing(rng: random.Random, scene: Scene) -> Question:
-    ways = (
-        "What is in the {picture}?|What is in this {picture}?|What do you see?|"
-        "What does the {picture} show?|Describe the {picture}.|Describe this {picture}.|"
-        "Which shapes are there?|What shapes are in the {picture}?|List the shapes."
-    )
     everything = ("shapes", tuple(range(len(scene.shapes))))
-    return Question("listing", _say(rng, ways), short_caption(scene), (everything,))
+    return Question("listing", _say(rng, WAYS["listing"]), short_caption(scene), (everything,))
 
 
 def pointed(rng: random.Random, scene: Scene) -> Question | None:

@@ -15,6 +15,7 @@ from training.domains.charts.tables import make_table
 from training.domains.drawn import open_drawings
 from training.domains.phrasing import absent_object, read
 from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order, view_scale
+from training.scenes.phrases import WAYS
 
 SMALLEST = 8.0, 11.0  # letters that can be read: pixels of the picture, and of the model's view
 
@@ -134,33 +135,26 @@ def _places(
         every = rng.choice((noun, f"{noun}s", f"all {noun}s"))
         asks.append(find(skill, f"{domain} detect", every, in_turn))
     ref = box if kind == "bar" and rng.random() < 0.5 else centre(box)
-    ways = "Which label does this {n} have?|What does this {n} stand for?|Which one is this?"
-    asks.append(replace(read(rng, f"{domain} label here", ways, of, n=noun), refs=(ref,)))
+    asks.append(read(rng, f"{domain} label here", WAYS["label here"], of, (ref,), n=noun))
     if many:  # most wrong values are those of another series
         said = rng.choice((f"{noun}s of {name}", f"the {noun}s of {name}", f"{name} {noun}s"))
         asks.append(find(skill, f"{domain} series", said, in_turn))
-        ways = "Which series is this?|Which entry of the legend is this {n}?|Whose {n} is this?"
-        asks.append(replace(read(rng, f"{domain} series here", ways, name, n=noun), refs=(ref,)))
+        asks.append(read(rng, f"{domain} series here", WAYS["series here"], name, (ref,), n=noun))
     if len(shown.scale) < 2:
         return asks
-    ways = "What is the largest number on the axis?|Where does the axis end?|Up to what value does the axis go?"
-    asks.append(read(rng, f"{domain} axis", ways, shown.scale[-1][0]))
+    asks.append(read(rng, f"{domain} axis", WAYS["axis"], shown.scale[-1][0]))
     tick, (x, y) = rng.choice(shown.scale)
     around = x - 5, y - 5, x + 5, y + 5
     asks.append(find("point", f"{domain} tick", f"{tick} on the axis", [around]))
     x, y = centre(box)
     top = (x, y) if kind != "bar" else (box[2], y) if table["lying"] else (x, box[1])
-    ways = (
-        "What is this value?|What value is here?|Which value does this {n} have?|How much is this?"
-    )
-    at = read(rng, f"{domain} value here", ways, q.number(value), n=noun)
+    at = read(rng, f"{domain} value here", WAYS["value here"], q.number(value), n=noun)
     asks.append(replace(at, refs=((box if kind == "bar" and rng.random() < 0.5 else top),)))
     axis = 0 if table["lying"] else 1
     beside = min(
         pairwise(shown.scale), key=lambda pair: sum(abs(p[axis] - top[axis]) for _, p in pair)
     )
-    ways = "What is the value of {o}?|What value has {o}?|How much is {o}?|{o}?|What is {o}?"
-    why = read(rng, f"{domain} value reasoned", ways, q.number(value), o=of)
+    why = read(rng, f"{domain} value reasoned", WAYS["value reasoned"], q.number(value), o=of)
     steps = ((noun, (top,)), *((text, (place,)) for text, place in beside))
     asks.append(replace(why, skill="reasoning", steps=steps))
     return asks

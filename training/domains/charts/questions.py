@@ -10,6 +10,7 @@ from typing import Any
 
 from training.domains.phrasing import read, tell
 from training.domains.picture import Ask
+from training.scenes.phrases import WAYS
 
 SPOKEN = {"bar": "bar chart", "line": "line chart", "pie": "pie chart", "scatter": "scatter plot"}
 EXTREMES = ("highest", "lowest")
@@ -58,27 +59,21 @@ def labels_are_shown(table: dict[str, Any]) -> bool:
 
 
 def _about_frame(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterator[Ask]:
-    ways = "What kind of chart is this?|What type of chart is it?|Which chart type is shown?"
     if exact or rng.random() < 0.4:
-        yield tell(rng, "kind", ways, "a " + SPOKEN[t["kind"]])
+        yield tell(rng, "kind", WAYS["chart kind"], "a " + SPOKEN[t["kind"]])
     if t["title"] and (exact or rng.random() < 0.6):
-        ways = "What is the title of the chart?|What does the title say?|Read the title.|Title?"
-        yield read(rng, "title", ways, t["title"])
+        yield read(rng, "title", WAYS["chart title"], t["title"])
         about = f"A {SPOKEN[t['kind']]} of {t['title']}."
         yield Ask("caption", "caption", "short", about, spelled=True)
     names = [s["name"] for s in t["series"]]
     if len(names) > 1:
-        ways = "Which series are shown?|What does the legend say?|Read the legend."
-        yield read(rng, "legend", ways, ", ".join(names))
-        ways = "How many series are there?|How many colours?"
-        yield tell(rng, "count", ways, str(len(names)))
+        yield read(rng, "legend", WAYS["legend"], ", ".join(names))
+        yield tell(rng, "count", WAYS["count of series"], str(len(names)))
     if t["kind"] in ("bar", "pie"):
-        ways = "How many {p} are there?|How many {p} does the chart have?|Count the {p}."
         count = len(t["labels"]) * len(names)
-        yield tell(rng, "count", ways, str(count), p=PARTS[t["kind"]])
+        yield tell(rng, "count", WAYS["count of parts"], str(count), p=PARTS[t["kind"]])
     if labels_are_shown(t):
-        ways = "Which labels does the chart have?|Read the labels.|What are the categories?"
-        yield read(rng, "labels", ways, ", ".join(t["labels"]))
+        yield read(rng, "labels", WAYS["labels"], ", ".join(t["labels"]))
 
 
 def _about_values(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterator[Ask]:
@@ -89,16 +84,11 @@ def _about_values(rng: random.Random, t: dict[str, Any], exact: bool) -> Iterato
     for s in t["series"]:
         pairs = list(zip(t["labels"], s["values"], strict=True))
         if can_be_read and len(pairs) * len(t["series"]) <= 10:
-            ways = "What are the values{o}?|List the values{o}.|Read all values{o}.|Which values are shown{o}?"
             listed = (f"{label} {number(v if t['numbers'] else readable(v))}" for label, v in pairs)
             o = f" of {s['name']}" if several else ""
-            yield read(rng, "table", ways, ", ".join(listed), o=o)
+            yield read(rng, "table", WAYS["table"], ", ".join(listed), o=o)
         for label, value in rng.sample(pairs, min(3, len(pairs))) if can_be_read else ():
-            ways = (
-                "What is the value of {l}?|What value has {l}?|How much is {l}?|{l}?|What is {l}?"
-            )
-            if several:
-                ways = "What is the value of {s} for {l}?|{s} in {l}?|What is {s} at {l}?|How much is {s}, {l}?"
+            ways = WAYS["chart value of series" if several else "chart value"]
             said = number(value if exact or t["numbers"] else readable(value))
             kind = "value shown" if t["numbers"] else "value"
             yield read(rng, kind, ways, said, s=s["name"], l=label)
@@ -119,15 +109,13 @@ def _about_series(
             yield read(rng, "label", ways, pairs[number][0])
     (start, first), (end, last) = pairs[0], pairs[-1]
     if t["kind"] == "line" and not 0.75 < last / max(first, 1e-9) < 1.33:
-        ways = "Does {s} rise or fall from {a} to {b}?|From {a} to {b}, does {s} go up or down?"
         said = "It rises." if last > first else "It falls."
         name = s["name"] if several else "it"
-        yield tell(rng, "trend", ways, said, s=name, a=start, b=end)
+        yield tell(rng, "trend", WAYS["trend"], said, s=name, a=start, b=end)
 
 
 def _absent(rng: random.Random, t: dict[str, Any]) -> Ask:
     there = {*t["labels"], *(s["name"] for s in t["series"])}
     names = ("Atlantis", "2031", "Robots", "Kiwis", "Zurich", "Dec", "Sun", "H")
     other = rng.choice([name for name in names if name not in there])
-    ways = "What is the value of {l}?|How much is {l}?|What value has {l}?"
-    return tell(rng, "absent", ways, f"There is no {other}.", l=other)
+    return tell(rng, "absent", WAYS["chart value absent"], f"There is no {other}.", l=other)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,7 @@ from training.domains.phrasing import absent_object, off_topic, tell
 from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order, view_scale
 from training.domains.text.fonts import draw_font, sources
 from training.domains.text.page import Page, fit, width_of
-from training.scenes.phrases import article
+from training.scenes.phrases import WAYS, article
 from training.sources import HELD_SET, ICON_SETS, icon_names
 
 Square = tuple[float, float, float]  # x, y, side in pixels
@@ -104,28 +103,21 @@ def _seek(rng: random.Random, icons: list[Mark], skill: str) -> Ask:
 def _this(rng: random.Random, icons: list[Mark]) -> Ask:
     icon = rng.choice(icons)
     if len(icons) == 1 and rng.random() < 0.7:
-        ways = (
-            "What icon is this?|Which icon is shown?|What is this icon?|What does the icon show?|"
-        )
-        ways += "What is in the {picture}?|Name the icon."
-        return tell(rng, "icons name", ways, icon.label)
+        return tell(rng, "icons name", WAYS["icon alone"], icon.label)
     ref = icon.box if rng.random() < 0.5 else centre(icon.box)
-    ways = "What icon is this?|What is this?|Which icon is here?|Name this icon."
-    return replace(tell(rng, "icons name", ways, icon.label), refs=(ref,))
+    return tell(rng, "icons name", WAYS["icon here"], icon.label, (ref,))
 
 
 def _amounts(rng: random.Random, icons: list[Mark]) -> list[Ask]:
     name = rng.choice(icons).label
     count = sum(icon.label == name for icon in icons)
-    some = "How many {n} icons are there?|Count the {n} icons.|How many {n} icons do you see?"
-    every = "How many icons are there?|How many icons do you see?|Count the icons."
-    counts = [tell(rng, "icons count", some, str(count), n=name)]
-    counts.append(tell(rng, "icons count", every, str(len(icons))))
+    counts = [tell(rng, "icons count", WAYS["count of icons"], str(count), n=name)]
+    counts.append(tell(rng, "icons count", WAYS["count of all icons"], str(len(icons))))
     present = rng.random() < 0.5
     asked, said = (name, "yes") if present else (_wrong_name(rng, icons), "no")
-    ways = "Is there {a} {n} icon?|Is there {a} {n} icon in the {picture}?|Do you see {a} {n} icon?"
     chosen = rng.choice(counts)
-    return [chosen, tell(rng, "icons presence", ways, said, a=article(asked), n=asked)]
+    a = article(asked)
+    return [chosen, tell(rng, "icons presence", WAYS["icon presence"], said, a=a, n=asked)]
 
 
 def _captions(rng: random.Random, icons: list[Mark]) -> list[Ask]:
@@ -135,9 +127,8 @@ def _captions(rng: random.Random, icons: list[Mark]) -> list[Ask]:
         text = f"{article(names[0]).capitalize()} {names[0]} icon."
     elif len(names) > 5:
         text = f"{len(names)} icons."
-    ways = "Which icons are there?|Which icons do you see?|What icons are in the {picture}?"
     asks = [Ask("caption", "icons caption", "short", text)]
-    return [*asks, tell(rng, "icons caption", ways, text)] if len(names) <= 5 else asks
+    return [*asks, tell(rng, "icons caption", WAYS["icons"], text)] if len(names) <= 5 else asks
 
 
 def _labels(

@@ -11,6 +11,7 @@ from training.domains.drawn import Place, open_drawings
 from training.domains.phrasing import off_topic, read, tell
 from training.domains.picture import Ask, Mark, Picture, centre, find, in_order
 from training.domains.screens.pages import ACTIONS, FIELDS, OPTIONS, SECTIONS
+from training.scenes.phrases import WAYS
 from training.sources import icon_names
 
 Element = dict[str, Any]
@@ -61,15 +62,15 @@ def _about_one(rng: random.Random, e: Element, place: Place) -> Iterator[Ask]:
 def _read(rng: random.Random, e: Element) -> Iterator[Ask]:
     role, name, value, state = e["role"], e["name"], e.get("value", ""), e.get("state")
     if role in ("input", "select") and "•" not in value:
-        ways = 'What is in the field "{n}"?|What is the {l}?|What does "{n}" say?|Which {l} is entered?'
         ask = read if value else tell
-        yield ask(rng, "screens field", ways, value or "It is empty.", n=name, l=name.lower())
+        said = value or "It is empty."
+        yield ask(rng, "screens field", WAYS["field"], said, n=name, l=name.lower())
     if role in ("checkbox", "radio"):
-        ways = 'Is "{n}" checked?|Is "{n}" on?|Is {n} selected?|Is "{n}" turned on?|Is {n} enabled?'
-        yield tell(rng, "screens state", ways, "yes" if state == "on" else "no", n=name)
+        said = "yes" if state == "on" else "no"
+        yield tell(rng, "screens state", WAYS["switched on"], said, n=name)
     if role == "button" and (state == "disabled" or rng.random() < 0.1):
-        ways = 'Is the button "{n}" disabled?|Is {n} greyed out?|Can I not click "{n}"?'
-        yield tell(rng, "screens state", ways, "yes" if state == "disabled" else "no", n=name)
+        said = "yes" if state == "disabled" else "no"
+        yield tell(rng, "screens state", WAYS["disabled"], said, n=name)
     if role == "cell" and e["row"] != name:
         ways = {
             "Message": "What does {r} say?|What did {r} write?|Read the message of {r}.",
@@ -91,27 +92,20 @@ def _about_all(
             boxes = in_order([place.box(e["box"]) for e in found], width, centre)
             said = rng.choice((thing, thing + "s", f"all {thing}s"))
             yield find("detect", "screens elements", said, boxes)
-            ways = "How many {t}s are there?|How many {t}s can you see?|Count the {t}s."
-            yield tell(rng, "screens count", ways, str(len(found)), t=thing)
+            yield tell(rng, "screens count", WAYS["count of elements"], str(len(found)), t=thing)
     headings = roles.get("heading", [])
     if headings:
         top = min(headings, key=lambda e: e["box"][1])
-        ways = "What does the first heading say?|What is the title of this page?|Read the heading at the top."
-        yield read(rng, "screens heading", ways, top["name"])
+        yield read(rng, "screens heading", WAYS["page heading"], top["name"])
     menu = [e["name"] for e in roles.get("menu item", [])]
     if len(menu) > 2:
-        ways = "What is in the menu?|Which items does the menu have?|Read the menu.|List the menu items."
-        yield read(rng, "screens menu", ways, ", ".join(menu))
+        yield read(rng, "screens menu", WAYS["menu"], ", ".join(menu))
         k = rng.randrange(len(menu) - 1)
-        ways = 'What comes after "{n}" in the menu?|Which menu item follows {n}?'
-        yield read(rng, "screens menu", ways, menu[k + 1], n=menu[k])
+        yield read(rng, "screens menu", WAYS["next in menu"], menu[k + 1], n=menu[k])
     buttons = roles.get("button", [])
     if 1 <= len(buttons) <= 6:
-        ways = (
-            "Which buttons are there?|What do the buttons say?|Read the buttons.|Name all buttons."
-        )
         order = sorted(buttons, key=lambda e: (round(e["box"][1] / 12), e["box"][0]))
-        yield read(rng, "screens buttons", ways, ", ".join(e["name"] for e in order))
+        yield read(rng, "screens buttons", WAYS["buttons"], ", ".join(e["name"] for e in order))
 
 
 def _absent(rng: random.Random, elements: list[Element]) -> Iterator[Ask]:
@@ -120,13 +114,12 @@ def _absent(rng: random.Random, elements: list[Element]) -> Iterator[Ask]:
     thing = "button" if name in ACTIONS else "field" if name in FIELDS else "option"
     text = rng.choice((f"{name} {thing}", f'"{name}"', f'the "{name}" {thing}', name.lower()))
     yield Ask(rng.choice(("point", "detect")), "absent", text)
-    ways = 'Is there a {t} "{n}"?|Does the page have a {t} "{n}"?|Can I see a {n} {t}?'
-    yield tell(rng, "absent", ways, "no", n=name, t=thing)
+    yield tell(rng, "absent", WAYS["element"], "no", n=name, t=thing)
     named = [e for e in elements if e["role"] in ("button", "input", "checkbox")]
     shown = rng.choice(named or elements)
     thing = SPOKEN.get(shown["role"], ("text",))[0]
     if thing != "icon":
-        yield tell(rng, "screens present", ways, "yes", n=shown["name"], t=thing)
+        yield tell(rng, "screens present", WAYS["element"], "yes", n=shown["name"], t=thing)
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:

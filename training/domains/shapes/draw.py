@@ -16,7 +16,7 @@ from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
 from training.scenes import scenes
 from training.scenes.captions import LENGTHS, caption, normal_caption, objects_of
 from training.scenes.paths import path_tokens
-from training.scenes.phrases import Phrase, draw_absent, draw_present, object_words, refer
+from training.scenes.phrases import WAYS, Phrase, draw_absent, draw_present, object_words, refer
 from training.scenes.questions import as_ask, count, draw_question
 from training.scenes.render import render_scene
 from training.scenes.scenes import CENTRE_GAP, Scene, Shape, draw_scene, stripe_gap
@@ -145,9 +145,8 @@ def _missing(rng: random.Random, scene: Scene) -> Ask | None:
     phrase = Phrase(rng.randrange(len(SHAPES)), rng.choice((None, rng.randrange(MEASURED_COLOURS))))
     if phrase.find(scene):
         return None
-    ways = "What colour is the {p}?|What color is the {p}?|Where is the {p}?|How big is the {p}?"
     said = f"There is no {phrase.plain()}."
-    return tell(rng, "absent", ways, said, p=phrase.words(rng))
+    return tell(rng, "absent", WAYS["absent shape"], said, p=phrase.words(rng))
 
 
 def _segment(rng: random.Random, scene: Scene) -> Ask | None:

@@ -12,6 +12,7 @@ from training.domains.picture import Ask, view_scale
 from training.domains.text import words as w
 from training.domains.text.fonts import draw_font
 from training.domains.text.page import Page, fit, width_of, wrap
+from training.scenes.phrases import WAYS
 
 SMALLEST, LARGEST = 11.0, 48.0  # font size in pixels of the model's view
 Document = Callable[[random.Random, int, int, bool], tuple[Page, list[Ask]]]
@@ -100,13 +101,6 @@ def _rows(
         y += step
 
 
-_TOTAL = (
-    "What is the total?|How much is the total?|What is the total amount?|How much was paid?|Total?|"
-    "What does it cost in all?"
-)
-_SHOP = "What is the name of the shop?|Which shop is this receipt from?|What is the store called?|Which store is it?"
-
-
 def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
     image, _ = draw_ground(rng, width, height, plain=0.3)
     page = Page(image)
@@ -141,18 +135,14 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
         size = min(fit(a + "  " + b, font, size, wide) for a, b in pairs)
     _rows(page, pairs, left, left + wide, y + 1.2 * step, step, font, size, ink, False)
     k = rng.randrange(items)
-    asks = [read(rng, "text receipt total", _TOTAL, money[-1])]
+    asks = [read(rng, "text receipt total", WAYS["receipt total"], money[-1])]
     bought = rng.choice((goods[k], goods[k].lower()))
-    price = "How much is the {g}?|What does the {g} cost?"
-    ways = price + "|What is the price of {g}?|Price of the {g}?"
-    asks.append(read(rng, "text receipt price", ways, money[k], g=bought))
-    asks.append(read(rng, "text receipt shop", _SHOP, shop))
-    ways = "What is the date?|When was this?|What date is it?"
-    asks.append(read(rng, "text receipt date", ways, when))
-    ways = "How many items were bought?|Number of items?"
-    asks.append(tell(rng, "text receipt count", ways, str(items)))
+    asks.append(read(rng, "text receipt price", WAYS["receipt price"], money[k], g=bought))
+    asks.append(read(rng, "text receipt shop", WAYS["receipt shop"], shop))
+    asks.append(read(rng, "text receipt date", WAYS["receipt date"], when))
+    asks.append(tell(rng, "text receipt count", WAYS["receipt count"], str(items)))
     absent = rng.choice([g for g in w.GOODS if g not in goods]).lower()
-    asks.append(tell(rng, "absent", price, f"There is no {absent}.", g=absent))
+    asks.append(tell(rng, "absent", WAYS["price absent"], f"There is no {absent}.", g=absent))
     return page, rng.sample(asks, 4)
 
 
@@ -186,12 +176,9 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     asks = []
     for k in rng.sample(range(len(keys)), min(2 if held else 4, len(keys))):
         key = rng.choice((keys[k], keys[k].lower()))
-        ways = 'What is the {k}?|What is the value of {k}?|{k}?|What is written next to "{k}"?|'
-        ways += "Which {k} is given?|Read the {k}.|Give the {k}."
-        asks.append(read(rng, "text value", ways, values[k], k=key))
+        asks.append(read(rng, "text value", WAYS["value"], values[k], k=key))
     missing = rng.choice([key for key in w.KEYS if key not in keys]).lower()
-    ways = "What is the {k}?|Which {k} is given?"
-    asks.append(tell(rng, "absent", ways, f"There is no {missing}.", k=missing))
+    asks.append(tell(rng, "absent", WAYS["value absent"], f"There is no {missing}.", k=missing))
     return page, asks
 
 
@@ -230,11 +217,10 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
     for r, row in enumerate([heads, *cells]):
         for x, text in zip(lefts, row, strict=True):
             page.put(x + 0.45 * size, top + (r + 0.7) * step, text, font, size, ink)
-    of_cell = "What is the {h} of {n}?|What is the {h} for {n}?|{h} of {n}?|Which {h} has {n}?"
     asks = []
     for _ in range(1 if held else 4):
         r, c = rng.randrange(rows), rng.randrange(1, columns)
-        asks.append(read(rng, "text cell", of_cell, cells[r][c], h=heads[c], n=names[r]))
+        asks.append(read(rng, "text cell", WAYS["cell"], cells[r][c], h=heads[c], n=names[r]))
     return page, asks
 
 

@@ -13,6 +13,7 @@ from training.domains.picture import Ask, Mark, Picture, centre, find, in_order
 from training.domains.text import words as w
 from training.domains.text.documents import KINDS, form, table
 from training.domains.text.page import Line, Page, Word
+from training.scenes.phrases import WAYS
 
 LONGEST = 110  # characters of an answer
 READABLE = 16  # pixels of the font from which on issue 40 wants that lines are read
@@ -31,12 +32,7 @@ def _read_all(rng: random.Random, page: Page) -> Ask | None:
     text = "\n".join(" ".join(line.text for line in row) for row in sorted_rows)
     if not 0 < len(text) <= LONGEST:
         return None
-    ways = (
-        "Read the text.|What does it say?|What does the {picture} say?|What is written here?|"
-        "Transcribe the text.|Read all the text.|What text is in the {picture}?|OCR|Text?|"
-        "Which words are in the {picture}?|What is written in the {picture}?|Read this."
-    )
-    return read(rng, "text read", ways, text)
+    return read(rng, "text read", WAYS["read"], text)
 
 
 def _read_line(rng: random.Random, page: Page) -> Ask | None:
@@ -46,10 +42,7 @@ def _read_line(rng: random.Random, page: Page) -> Ask | None:
     close = any(b - a < 6 for a, b in pairwise(bottoms))
     if not 2 <= n <= 8 or close or len(page.lines[k].text) > LONGEST:
         return None
-    ways = "What does line {d} say?|Read line {d}.|Read the {o} line.|What is the {o} line?"
-    ways += "|Line {d}?"
-    if k == n - 1:
-        ways += "|Read the last line.|What does the last line say?"
+    ways = WAYS["line"] + ("|" + WAYS["last line"] if k == n - 1 else "")
     return read(rng, "text line", ways, page.lines[k].text, d=str(k + 1), o=_ORDINALS[k])
 
 
@@ -68,9 +61,8 @@ def _find(rng: random.Random, page: Page, words: list[Word], skill: str) -> Ask:
 def _presence(rng: random.Random, words: list[Word]) -> Ask:
     have = {_plain(word).lower() for word in words}
     text = _plain(rng.choice(words)) if rng.random() < 0.5 else w.word(rng)
-    ways = 'Is the word "{t}" in the {picture}?|Does it say "{t}"?|Does the word "{t}" occur?|'
-    ways += 'Is "{t}" written here?'
-    return tell(rng, "text presence", ways, "yes" if text.lower() in have else "no", t=text)
+    said = "yes" if text.lower() in have else "no"
+    return tell(rng, "text presence", WAYS["word presence"], said, t=text)
 
 
 def _here(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
@@ -86,7 +78,7 @@ def _here(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
         x0, y0, x1, y1 = thing.box
         ref = (x0 - pad, y0 - pad, x1 + pad, y1 + pad)
         ways = "What does this say?|Read this.|What is written here?|Read the text here."
-    return replace(read(rng, "text here", ways, thing.text), refs=(ref,))
+    return read(rng, "text here", ways, thing.text, (ref,))
 
 
 def _next_word(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
@@ -97,8 +89,7 @@ def _next_word(rng: random.Random, page: Page, words: list[Word]) -> Ask | None:
     first, second = line.words[k : k + 2]
     if sum(word.text.lower() == first.text.lower() for word in words) > 1:
         return None
-    ways = 'Which word comes after "{t}"?|What stands right of "{t}"?|What is written after "{t}"?'
-    return read(rng, "text next", ways, second.text, t=first.text)
+    return read(rng, "text next", WAYS["next word"], second.text, t=first.text)
 
 
 def asks_of(rng: random.Random, page: Page) -> list[Ask]:
