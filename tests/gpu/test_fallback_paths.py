@@ -45,7 +45,7 @@ async def test_every_path_gives_the_references_tokens(
 async def test_an_ampere_card_answers_in_bfloat16(monkeypatch):
     real = gpu_device.capabilities(torch.device("cuda"))
     ampere = dataclasses.replace(real, compute_capability=(8, 6))
-    for module in ("device", "parts", "attention.flashinfer_paged"):
+    for module in ("device", "parts", "room"):
         monkeypatch.setattr(
             f"kestrel_engine.runtime.gpu.{module}.capabilities", lambda device: ampere
         )
