@@ -18,6 +18,9 @@ from torch import Tensor
 from . import few_rows, host_code
 from .host_code import LANES
 
+MORE = 2 * LANES
+"""Numbers of a line of slots or scores beyond the longest sequence: slots of the next block are read early."""
+
 
 def available(pool: Tensor) -> bool:
     """Whether `DecodeAttention` takes ``pool`` [layers, num_slots, heads, head_dim]."""
@@ -41,12 +44,12 @@ class DecodeAttention:
         self.newest = torch.stack([each[-1] for each in slots])
         self.lengths = torch.tensor([len(each) for each in slots])
         padded = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)
-        self.slots = torch.nn.functional.pad(padded, (0, LANES))
+        self.slots = torch.nn.functional.pad(padded, (0, MORE))
 
     @property
     def longest(self) -> int:
         """The most positions of a sequence."""
-        return self.slots.shape[1] - LANES
+        return self.slots.shape[1] - MORE
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values, q = self.keys[layer], self.values[layer], q.contiguous()
@@ -54,7 +57,7 @@ class DecodeAttention:
         values.index_copy_(0, self.newest, v)
         rows, heads, size = q.shape
         longest = self.longest
-        scores = torch.empty(rows, heads, longest + LANES, dtype=torch.float32)
+        scores = torch.empty(rows, heads, longest + MORE, dtype=torch.float32)
         out = torch.zeros(q.shape, dtype=torch.float32)
         pointers = (q, keys, values, self.slots, self.lengths, scores, out)
         run = _compiled(q.dtype == torch.bfloat16, size)
@@ -92,6 +95,7 @@ class Code(host_code.Code):
 
     def _attend(self, first: Any, end: Any) -> None:
         b, long = self._b, self._long
+        self._first, self._count = first, b.trunc(b.sub(end, first), self._word)
         heads, rows = self._size("heads"), self._size("rows")
         for work in (self._score, self._add_values):
             with (
@@ -169,15 +173,25 @@ class Code(host_code.Code):
     def _line_of(self, line: Any) -> Any:
         """Where the scores of a row's head begin, or the slots of a row. There are more than positions, because whole
         vectors of scores are read, and slots before their turn."""
-        return self._b.mul(line, self._b.add(self._size("longest"), self._long(LANES)))
+        return self._b.mul(line, self._b.add(self._size("longest"), self._long(MORE)))
 
     def _at_position(self, name: str, row: Any, head: Any, position: Any) -> list[Any]:
-        """The key or the value at a position. Begins to read that of the next block."""
-        b, long = self._b, self._long
-        place = b.add(self._line_of(row), position)
+        """The key or the value at a position. Begins to read those of the next block, in their order in memory: the
+        heads of this thread at a position, then at the next one."""
+        b, long, line = self._b, self._long, self._line_of(row)
+        within = b.and_(position, long(LANES - 1))
+        done = b.add(b.mul(b.sub(head, self._first), long(LANES)), within)
+        done = b.trunc(done, self._word)
+        ahead, its = (
+            b.zext(n, long) for n in (b.udiv(done, self._count), b.urem(done, self._count))
+        )
+        block = b.add(line, b.add(b.sub(position, within), long(LANES)))
         now, later = (
-            b.add(b.mul(self._load("slots", at, long), self._size("heads")), head)
-            for at in (place, b.add(place, long(LANES)))
+            b.add(b.mul(self._load("slots", place, long), self._size("heads")), each)
+            for place, each in (
+                (b.add(line, position), head),
+                (b.add(block, ahead), b.add(self._first, its)),
+            )
         )
         for i in range(0, self._size_of_head, 32):
             number = b.add(b.mul(later, long(self._size_of_head)), long(i))

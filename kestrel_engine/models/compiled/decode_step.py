@@ -90,7 +90,9 @@ class DecodeStep:
             "lengths": attention.lengths,
             "sync": torch.zeros(1 + 2 * self._num_blocks, _LINE, dtype=torch.int64),
             "q": x.new_empty(shape.rows, shape.dim),
-            "scores": stream.new_empty(rows, shape.heads, attention.longest + LANES),
+            "scores": stream.new_empty(
+                rows, shape.heads, attention.longest + decode_attention.MORE
+            ),
             "out": torch.zeros_like(stream),
             "qkv": stream.new_empty(shape.rows, 3 * shape.dim),
             "hidden": stream.new_empty(shape.rows, shape.inner),
