@@ -20,7 +20,7 @@ from .adapters.lora import LoRA
 from .adapters.references import checked_adapter_name
 from .building.factory import Built, build_off_loop
 from .building.kv_pool import out_of_memory
-from .building.room import kept_images
+from .building.room import kept_images, prefix_pages
 from .callers.calls import SkillCalls
 from .callers.lifetime import Lifetime
 from .callers.profiling import ProfileRequest, take_profile
@@ -443,6 +443,7 @@ def _policy(config: RuntimeConfig, sizes: Sizes, built: Built) -> SchedulerPolic
             pause=sizes.step_pause,
         ),
         prefix_cache=config.prefix_cache,
+        prefix_pages=prefix_pages(config, built.info),
         kept_embeddings=kept_images(config, built.model, itemsize),
         kept_crops=config.crop_cache_bytes // crop_bytes,
         aging_s=config.priority_aging_s,

@@ -26,12 +26,17 @@ if TYPE_CHECKING:
     from ..models.kv_format import Scales
     from ..models.refiner import Refiner
     from ..runtime.gpu.adapters.layout import SlabLayout
+    from ..types.info import EngineInfo
 
 KEPT_IMAGES = 16
 """Images whose embeddings the device keeps by default, for images whose keys and values were evicted. 48 MB with a
 released model in bfloat16. `footprint.reserve_bytes` counts them."""
 CPU_POOL_SHARE = 0.5
 """On a CPU the KV pool's default takes at most this share of the memory left beside the weights."""
+
+CPU_PREFIX_SHARE = 3
+"""On a CPU, cached prefixes take memory of at most a third of the weights' size, or of LEAST_PREFIX_BYTES."""
+LEAST_PREFIX_BYTES = 2**29
 
 SMALL_PASS = 4
 """Crops that the vision tower encodes at once where the device has little room."""
@@ -78,6 +83,16 @@ class Plan:
         from ..runtime.kv_cache import bytes_per_page
 
         return bytes_per_page(self.model.text, self.page_size, self.kv_dtype)
+
+
+def prefix_pages(config: RuntimeConfig, info: EngineInfo) -> int | None:
+    """Returns the pages beyond which cached prefixes take no further memory: on a CPU, which gives the KV cache memory
+    as it is used, if the configuration sets no size of the KV cache. None for no such limit."""
+    is_set = config.kv_cache_gib is not None or config.kv_cache_pages is not None
+    if is_set or info.device != "cpu" or not info.kv_cache_bytes:
+        return None
+    most = max(info.weights_bytes // CPU_PREFIX_SHARE, LEAST_PREFIX_BYTES)
+    return most * info.num_pages // info.kv_cache_bytes
 
 
 def kept_images(config: RuntimeConfig, model: ModelConfig, itemsize: int) -> int:

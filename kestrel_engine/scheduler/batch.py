@@ -311,8 +311,11 @@ class Batch:
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
-        missing = count - self._pool.num_free
-        if missing > 0 and self._cache.evict(missing) < missing:
+        most = self._policy.prefix_pages
+        missing = count - self._pool.num_free_of(self._pool.num_pages if most is None else most)
+        if missing > 0:
+            self._cache.evict(missing)
+        if count > self._pool.num_free:
             return None
         return self._pool.allocate(count)
 

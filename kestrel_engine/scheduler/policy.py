@@ -13,6 +13,8 @@ class SchedulerPolicy:
 
     budget: StepBudget = field(default_factory=StepBudget)
     prefix_cache: bool = True
+    prefix_pages: int | None = None
+    """Once so many pages were in use, cached prefixes give way before others are used for the first time. None: all."""
     kept_embeddings: int = 16
     """Number of image embeddings that are kept without a user."""
     kept_crops: int = 0

@@ -11,6 +11,7 @@ class PagePool:
         self._references = [0] * num_pages
         # Last in, first out: the host gives memory for as many pages as were taken at the same time.
         self._free = list(reversed(range(num_pages)))
+        self._num_used = 0
 
     @property
     def num_pages(self) -> int:
@@ -20,12 +21,18 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def num_free_of(self, most: int) -> int:
+        """Free pages that can be taken without that more than ``most`` pages have ever been taken."""
+        return self.num_free - (self.num_pages - max(self._num_used, min(most, self.num_pages)))
+
     def allocate(self, count: int) -> list[int]:
         """Takes ``count`` free pages with one reference each. Mutates. Callers check ``num_free`` first."""
         assert 0 <= count <= len(self._free), f"allocate({count}) with {len(self._free)} pages free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
+        # Pages that were never taken are in order below the others.
+        self._num_used = max([self._num_used, *(page + 1 for page in pages)])
         return pages
 
     def share(self, pages: list[int]) -> None:

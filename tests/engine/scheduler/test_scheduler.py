@@ -35,6 +35,20 @@ def test_requests_join_in_order_of_arrival_up_to_the_batch_size():
     assert (scheduler.stats.running, scheduler.stats.waiting) == (3, 2)
 
 
+def test_cached_prefixes_give_way_before_pages_are_used_for_the_first_time():
+    simulation = Simulation(LIMITS, SchedulerPolicy(prefix_pages=12))
+    for i in range(1, 30):
+        simulation.add(text(i, 20 + i % 3, max_tokens=2))
+        simulation.drain()
+    pages = {page for row in rows(simulation) for page in row.page_table}
+    assert max(pages) < 12 and simulation.scheduler.stats.pages_evictable > 4
+    for i in range(30, 33):
+        simulation.add(text(i, 40, max_tokens=2))
+    simulation.drain()
+    pages = {page for row in rows(simulation) for page in row.page_table}
+    assert max(pages) > 12, "running sequences may use all"
+
+
 def test_a_better_priority_goes_first_and_age_makes_up_for_it():
     simulation = Simulation(replace(LIMITS, max_batch_size=1), SchedulerPolicy(aging_s=10))
     simulation.add(text(1, 2, priority=2, arrived_at=0))
