@@ -13,7 +13,7 @@ from training.domains.picture import Ask
 from training.scenes import phrases
 from training.scenes.captions import place_of, short_caption
 from training.scenes.phrases import WAYS, Phrase, draw_absent, draw_present, name_of, refer
-from training.scenes.scenes import MIN_SIZE_RATIO, Scene
+from training.scenes.scenes import MIN_SIZE_RATIO, Scene, Shape
 from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, SHAPES, STYLE_WORDS, STYLES
 
 RELATION_GAP = 0.05  # least difference of two centres, as a share of the side
@@ -173,23 +173,21 @@ _EXTREMES: tuple[tuple[str, int, int], ...] = (
 )  # fmt: skip
 
 
+def _said_of(shape: Shape, wanted: str) -> str:
+    """The name, colour or shape of an object."""
+    return {"colour": COLOURS[shape.colour], "shape": SHAPES[shape.kind]}.get(
+        wanted, name_of(shape)
+    )
+
+
 def _about_one(rng: random.Random, scene: Scene, kind: str, index: int, word: str) -> Question:
     """Ask for the name, colour or shape of the object that a superlative means."""
     found = scene.shapes[index]
     wanted = rng.choice(("name", "name", "colour", "shape"))
     c, n = rng.choice(("colour", "color")), _noun(rng)
-    if word.startswith("furthest"):
-        ways, answer = "Which {n} is {w}?|What is {w}?", name_of(found)
-    elif wanted == "colour":
-        ways = "What {c} is the {w} {n}?|Which {c} does the {w} {n} have?|What is the {c} of the {w} {n}?"
-        answer = COLOURS[found.colour]
-    elif wanted == "shape":
-        ways, answer = "What shape is the {w} {n}?|What shape is the {w} one?", SHAPES[found.kind]
-    else:
-        ways = "What is the {w} {n}?|Which {n} is the {w}?|Which is the {w} {n}?"
-        answer = name_of(found)
-    text = _say(rng, ways, w=word, n=n, c=c)
-    return Question(kind, text, answer, ((name_of(found), (index,)),))
+    wanted = "furthest" if word.startswith("furthest") else wanted
+    text = _say(rng, WAYS[f"extreme {wanted}"], w=word, n=n, c=c)
+    return Question(kind, text, _said_of(found, wanted), ((name_of(found), (index,)),))
 
 
 def extreme(rng: random.Random, scene: Scene) -> Question | None:
@@ -286,11 +284,10 @@ def pointed(rng: random.Random, scene: Scene) -> Question | None:
     found, sides = scene.shapes[index], (scene.width, scene.height)
     place: tuple[float, ...] = found.anchor if rng.random() < 0.6 else found.box
     ref = tuple(v / sides[i % 2] for i, v in enumerate(place))
-    name = "What is this?|What is here?|What object is this?", name_of(found)
-    colour = "What colour is this?|What color is this?", COLOURS[found.colour]
-    shape = "What shape is this?|Which shape is this?", SHAPES[found.kind]
-    ways, answer = rng.choice((name, name, colour, shape))
-    return Question("reference", _say(rng, ways), answer, ((name_of(found), (index,)),), (ref,))
+    wanted = rng.choice(("name", "name", "colour", "shape"))
+    answer = _said_of(found, wanted)
+    text = _say(rng, WAYS[f"{wanted} here"])
+    return Question("reference", text, answer, ((name_of(found), (index,)),), (ref,))
 
 
 MAKERS: tuple[tuple[Maker, int], ...] = (

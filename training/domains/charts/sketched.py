@@ -156,13 +156,13 @@ class Sketch:
             self.scale.append((text, middle))
         for k, label in enumerate(labels):
             share = (k + 0.5) / len(labels)
+            x, y = x0 + share * (x1 - x0), y1 + gap + 0.5 * size * (high < 1)
             if t["lying"]:
                 self.write(label, x0 - gap, y0 + share * (y1 - y0), 1)
             elif turned:
-                x, y = x0 + share * (x1 - x0), y1 + gap + 0.5 * size * (high < 1)
                 self.write_turned(label, x, y, float(turned > 0), turned)
             else:
-                self.write(label, x0 + share * (x1 - x0), y1 + gap + 0.5 * size)
+                self.write(label, x, y)
         if rng.random() < 0.8:
             pen.line((x0, y0, x0, y1) if t["lying"] else (x0, y1, x1, y1), self.ink, thick)
         if rng.random() < 0.5:
