@@ -28,13 +28,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scenes", type=int, default=100, help="at most, of each part [100]")
     parser.add_argument("--max-crops", type=int, default=0, help="tiles of an image [the model's]")
     given = parser.parse_args(arguments)
-    most = given.scenes
-    numbered = [(part, i) for part, count in SIZES.items() for i in range(min(most, count))]
+    numbered = [(part, i) for part, count in SIZES.items() for i in range(min(given.scenes, count))]
     examples = [(part, picture_of(example(part, i))) for part, i in numbered]
-    judged = asyncio.run(
-        judge(RuntimeConfig(model="kestrel-tiny"), examples, max_crops=given.max_crops)
-    )
-    print(table(figures_of(judged)))
+    config = RuntimeConfig(model="kestrel-tiny")
+    print(table(figures_of(asyncio.run(judge(config, examples, max_crops=given.max_crops)))))
 
 
 if __name__ == "__main__":

@@ -156,8 +156,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     icons = []
     # The order of the squares is clear: ink isn't in the middle of each.
     for x, y, side in in_order(places, width, lambda at: (at[0] + at[2] / 2, at[1] + at[2] / 2)):
-        name = rng.choice(pool)
-        ink = one_ink or ink_for(rng, ground, 60)
+        name, ink = rng.choice(pool), one_ink or ink_for(rng, ground, 60)
         if tile:
             plate = hsv(rng, (0.3, 1), (0.3, 1)) if rng.random() < 0.6 else ink_for(rng, ground, 30)
             pad = 0.12 * side
