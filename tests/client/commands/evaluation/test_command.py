@@ -41,7 +41,8 @@ async def run(served, *words):
 
 
 def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    with file.open(encoding="utf-8") as opened:  # Answers may hold line separators of Unicode.
+        return [json.loads(line) for line in opened]
 
 
 async def test_reports_and_going_on(serve, charts, tmp_path, capsys):
