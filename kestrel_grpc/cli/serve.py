@@ -150,7 +150,7 @@ def _serve_alone(
         for finding in maintenance.check_slow_device(runtime):
             logger.warning("%s: %s: %s", runtime.model, finding.check, finding.message)
     try:
-        run_loop(serve_alone(config, runtimes, skills))
+        run_loop(serve_alone(config, runtimes, skills), config)
     except ConfigError:
         raise
     except FAILURES as error:

@@ -1,5 +1,6 @@
 """A real server on real sockets, for gRPC and HTTP, with the fake runtime behind the real engine."""
 
+import asyncio
 import base64
 import re
 import ssl
@@ -14,7 +15,30 @@ from PIL import Image
 from kestrel_grpc.settings.http import HttpConfig
 from tests.service.conftest import Serve, Served, serve
 
+try:
+    import uvloop
+except ImportError:
+    uvloop = None  # type: ignore[assignment]
+
 __all__ = ["Served", "serve"]
+
+OF_SOCKETS = ("test_framing.py", "test_rude_http.py")
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], Any]]:
+    """What a connection does depends on the event loop: ``make test-slow`` tries the one of ``serve`` too."""
+    loops: dict[str, Callable[[], Any]] = {"asyncio": asyncio.new_event_loop}
+    if item.path.name in OF_SOCKETS and uvloop is not None:
+        loops["uvloop"] = uvloop.new_event_loop
+    return loops
+
+
+@pytest.hookimpl(tryfirst=True)  # As of tests/conftest.py.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "[uvloop" in item.name:
+            item.add_marker("slow")
+
 
 NO_AUTHORITIES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For clients of http:// addresses: to load the authorities that others trust takes 30 ms for each client."""
