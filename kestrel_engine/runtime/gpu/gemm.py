@@ -1,7 +1,7 @@
 """GEMMs of the fused passes, with an epilogue by cuBLAS: bias, tanh GELU, or addition to the residual stream.
 
 GEMMs with FP8 operands scale the rows of both operands and add a bias. Other kernels apply GELU and the residual
-addition. The exception is an MLP's first GEMM on Hopper, for which our own kernel applies GELU as well.
+addition. The exceptions are our own kernels on Hopper (`kernels.linear.fp8_products`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...kernels.layer_norm import FP8_MAX, LEAST_PEAK
-from ...kernels.linear.fp8_gelu import bounds, fp8_gelu
+from ...kernels.linear.fp8_products import bounds, fp8_add, fp8_gelu
 from ...kernels.linear.fp8_rows import FP8, Fp8Rows, quantise_rows
 from ...kernels.linear.int4 import widen
 from ...kernels.linear.skinny_linear import skinny_linear
 from ...kernels.linear.skinny_tiling import MAX_ROWS
 from ...kernels.spared import hopper_multiprocessors
 from ...models.layers import Linear
+
+LEAST_ADDED = 9 * 729
+"""The fewest rows with which `Fp8Linear.add` adds. With fewer, cuBLAS and a LayerNorm that adds take less time."""
 
 FP8_ALIGNMENT = 16
 """The rows and the columns of an FP8 weight must be multiples of this number: the alignment of tensor core operands."""
@@ -140,12 +143,21 @@ class Fp8Linear:
             out=out,
         )
 
+    def add(self, x: Fp8Rows, stream: Tensor) -> Tensor | None:
+        """Adds the product, which has no bias, to ``stream`` [T, N]. Returns it instead where a kernel that adds it is
+        missing or slower: with few rows, and on other GPUs than Hopper's."""
+        assert self.bias is None
+        if len(x.values) < LEAST_ADDED or not hopper_multiprocessors(self.weight.device):
+            return self(x)
+        fp8_add(x, self.weight, self.scales, stream)
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Gelu:
     """``gelu_tanh(x @ weight.T + bias)`` in FP8: one kernel on Hopper, elsewhere a GEMM and a pass over its result.
 
-    ``spread`` and ``least``: bounds of the scales of the result's rows (see `fp8_gelu.bounds`).
+    ``spread`` and ``least``: bounds of the scales of the result's rows (see `fp8_products.bounds`).
     """
 
     layer: Fp8Linear

@@ -1,4 +1,6 @@
-"""An MLP's first product with GELU and rounding in one kernel: its error, its scales, sizes that no tile divides."""
+"""Products with an epilogue: their error, the scales of what is rounded, sizes that no tile divides."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,13 +9,21 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from kestrel_engine.kernels.layer_norm import FP8_MAX
-from kestrel_engine.kernels.linear.fp8_gelu import GeluTile, bounds, fp8_gelu
+from kestrel_engine.kernels.linear.fp8_products import (
+    ADD_SHORT_TILE,
+    ADD_TILE,
+    GELU_TILE,
+    ProductTile,
+    bounds,
+    fp8_add,
+    fp8_gelu,
+)
 from kestrel_engine.kernels.linear.fp8_rows import FP8, Fp8Rows, layer_norm_fp8, quantise_rows
 from kestrel_engine.kernels.spared import hopper_multiprocessors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-TILE = GeluTile(16, 32, 32, 4, 1) if DEVICE.type == "cpu" else None
+SMALL = ProductTile(16, 32, 32, 4, 1)
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda" and not hopper_multiprocessors(DEVICE),
@@ -59,7 +69,7 @@ class Case:
             self.bias,
             spread=spread,
             least=least,
-            tile=TILE,
+            tile=SMALL if DEVICE.type == "cpu" else GELU_TILE,
         )
         assert found.values.dtype == FP8 and found.scales.dtype == torch.float32
         return found
@@ -99,3 +109,20 @@ def test_rows_of_zeros_and_none():
     assert not found.values[1].float().any() and bool((found.scales > 0).all())
     case.rows, case.norms = Fp8Rows(*(part[:0] for part in case.rows)), case.norms[:0]
     assert case().values.shape == (0, 16)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (37, 64, 48), (40, 96, 112), (0, 32, 16)])
+@pytest.mark.parametrize("tile", [ADD_TILE, ADD_SHORT_TILE])
+def test_a_product_is_added_to_its_rows_only(shape, tile):
+    rows, inputs, outputs = shape
+    torch.manual_seed(0)
+    x = quantise_rows(torch.randn(rows, inputs, device=DEVICE).to(DTYPE))
+    w = quantise_rows((torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5).to(DTYPE))
+    room = torch.randn(rows + 2, outputs, device=DEVICE).to(DTYPE)
+    wanted = room.double()
+    wanted[:rows] += widened(x) @ widened(w).T
+    if DEVICE.type == "cpu":
+        tile = replace(SMALL, parts=tile.parts)
+    fp8_add(x, w.values, w.scales.T.contiguous(), room[:rows], tile=tile)
+    assert off(room, wanted) < 6e-3
+    assert torch.equal(room[rows:].double(), wanted[rows:])
