@@ -84,7 +84,9 @@ def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
     vision, text = config.vision, config.text
     total = 0
     if fp8_gemms in FP8_VISION:
-        total += vision.enc_n_layers * _fp8_block(vision.enc_dim, vision.enc_ff_dim)
+        # Where attention writes FP8, proj reads it.
+        proj = vision.enc_dim * (vision.enc_dim + 4)
+        total += vision.enc_n_layers * (_fp8_block(vision.enc_dim, vision.enc_ff_dim) + proj)
     if fp8_gemms in FP8_PREFILL:
         dense = text.n_layers if text.moe is None else text.moe.start_layer
         # The rows of proj are a part of the rows of fc2.

@@ -82,14 +82,21 @@ class CropAttention:
         with sdpa_kernel(self._backends, set_priority=True):
             yield
 
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """Returns the attention output [n, patches, heads * head_dim] of ``qkv`` [n, patches, 3, heads, head_dim]."""
+    @property
+    def writes_fp8(self) -> bool:
+        """Whether calls may ask for FP8."""
+        return self._kernel is not None
+
+    def __call__(self, qkv: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the attention output [n, patches, heads * head_dim] of ``qkv`` [n, patches, 3, heads, head_dim].
+        ``dtype``: that of the output; None for that of ``qkv``."""
         if self._kernel is not None:
             n, patches = qkv.shape[:2]
-            out = qkv.new_empty(n, patches, self._heads, self._head_dim)
+            out = qkv.new_empty(n, patches, self._heads, self._head_dim, dtype=dtype)
             q, k, v = qkv.unbind(2)
             self._kernel(q, k, v, out)
             return out.flatten(2)
+        assert dtype is None, dtype
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         # The output has the memory layout of the queries, so the result is a view.
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)

@@ -3,10 +3,9 @@
 Only GEMMs that add to the residual stream and LayerNorms that read it access the stream. The GEMMs omit their biases;
 the biases are summed over the layers at startup, and each LayerNorm adds the sum.
 
-With FP8, qkv, fc1 and fc2 have FP8 operands. The LayerNorms write FP8 rows, fc1 with its GELU writes the hidden layer
-in FP8, and the next block's first LayerNorm adds the output of fc2. Attention and its projection, a twelfth of the
-multiplications, keep the model's dtype: rounding the projection's input and adding its output would take the time that
-an FP8 product gains.
+With FP8, qkv, fc1 and fc2 have FP8 operands. The LayerNorms write FP8 rows, and fc1 with its GELU writes the hidden
+layer in FP8. On Hopper, attention writes FP8 for proj, too, and proj and fc2 add to the stream in their epilogues.
+Elsewhere, and for few crops, the next LayerNorm adds their outputs.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.images.patchify import patchify
 from ....kernels.images.pool_tiles import pool_tiles
 from ....kernels.layer_norm import layer_norm
-from ....kernels.linear.fp8_rows import layer_norm_fp8
+from ....kernels.linear.fp8_rows import FP8, Fp8Rows, layer_norm_fp8
 from ....models.layers import LayerNorm, Linear, Tensors
 from ....types.adapter import Adapter
 from ....types.model_config import VisionConfig
@@ -31,12 +31,17 @@ from ..capture import rehearsed
 from ..gemm import Fp8Gelu, Fp8Linear, add_linear, linear, linear_gelu, require_exact
 from ..weights import PADDED_PATCHES, running_sums
 from .changes import BlockChanges, VisionChanges, changing_projector, changing_tower
+from .fp8_values import in_units
 
 MAX_CROPS = BATCHES[-1]
 """The most crops of one pass. Bounds the activations: about 12 MB a crop for a released model with two-byte numbers."""
 
 MAX_IMAGES = 16
 """The most images of one pass of the projector: about 16 MB an image for a released model with two-byte numbers."""
+
+
+HIDDEN_ALIGNMENT = 128
+"""In FP8, zeros make the MLP's hidden layer a multiple of this number, which is as wide as the tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +59,26 @@ class FusedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Block:
-    """The GEMMs of a block with FP8 operands. A LayerNorm adds the bias of fc2."""
+    """The GEMMs of a block with FP8 operands. A LayerNorm adds the biases of proj and fc2. ``proj``: None if attention
+    writes no FP8."""
 
     qkv: Fp8Linear
+    proj: Fp8Linear | None
     fc1: Fp8Gelu
     fc2: Fp8Linear
 
     @classmethod
-    def of(cls, block: FusedBlock) -> Fp8Block:
+    def of(cls, block: FusedBlock, *, attends: bool) -> Fp8Block:
+        """``attends``: attention writes FP8."""
+        if attends:
+            qkv, proj = in_units(block.qkv, block.ln1, block.proj)
+        else:
+            qkv, proj = Fp8Linear.of(block.qkv.weight, block.qkv.bias), None
         assert block.fc1.bias is not None
-        return cls(
-            Fp8Linear.of(block.qkv.weight, block.qkv.bias),
-            Fp8Gelu.of(block.fc1.weight, block.fc1.bias),
-            Fp8Linear.of(block.fc2),
-        )
+        # Hidden rows of a multiple of 128 bytes. Others cross a line of the cache in each tile that a GEMM reads.
+        more = -len(block.fc1.weight) % HIDDEN_ALIGNMENT
+        fc1 = Fp8Gelu.of(F.pad(block.fc1.weight, (0, 0, 0, more)), F.pad(block.fc1.bias, (0, more)))
+        return cls(qkv, proj, fc1, Fp8Linear.of(F.pad(block.fc2, (0, more))))
 
 
 def even_size(count: int, limit: int) -> int:
@@ -119,7 +130,6 @@ class FusedVision:
             for layer, name in enumerate(names)
         ]
         self.fp8 = fp8
-        self._fp8_blocks = [Fp8Block.of(block) for block in self.blocks] if fp8 else []
         self._post_ln, self._post_pending = LayerNorm.load(tensors, "vision.post_ln"), sums[-1]
         self._fc1 = Linear.load(tensors, "vision.proj_mlp.fc1")
         self._fc2 = Linear.load(tensors, "vision.proj_mlp.fc2")
@@ -127,6 +137,12 @@ class FusedVision:
         head_dim = config.enc_dim // config.enc_n_heads
         heads = config.enc_n_heads
         self.attention = CropAttention(config.grid**2, heads, head_dim, weight.dtype, weight.device)
+        attends = fp8 and self.attention.writes_fp8
+        self._fp8_blocks = (
+            [Fp8Block.of(block, attends=attends) for block in self.blocks] if fp8 else []
+        )
+        # The scales of attention's rows in FP8.
+        self._ones = weight.new_ones((MAX_CROPS * config.grid**2, 1), dtype=torch.float32)
         self.changes: VisionChanges | None = None
         """None if images have no adapters."""
         if adapters is not None:
@@ -242,26 +258,31 @@ class FusedVision:
             change.fc2.add(hidden, x)
 
     def _blocks_in_fp8(self, x: Tensor, qkv: Tensor, patches: int) -> None:
-        """As `_blocks`, in FP8. The next LayerNorm, not the MLP's GEMM, adds the MLP's output to the stream."""
-        from_mlp: Tensor | None = None
+        """As `_blocks`, in FP8. Where a GEMM does not add its output to the stream, the next LayerNorm does."""
         wanted = self._fp8_blocks[0].fc1.wants_norms
         norms = self._post_pending.new_empty(len(x)) if wanted else None
+        rest: Tensor | None = None
         blocks, in_fp8 = rehearsed(self.blocks), rehearsed(self._fp8_blocks)
         for block, fp8 in zip(blocks, in_fp8, strict=True):
             ln, pending = block.ln1, block.pending[0]
-            u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending, add=from_mlp)
+            u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending, add=rest)
             fp8.qkv(u, out=qkv[: len(x)])
-            add_linear(x, self._attend(qkv, patches)[: len(x)], block.proj)
+            if fp8.proj is None:
+                add_linear(x, self._attend(qkv, patches)[: len(x)], block.proj)
+                rest = None
+            else:
+                attended = self._attend(qkv, patches, FP8)[: len(x)]
+                rest = fp8.proj.add(Fp8Rows(attended, self._ones[: len(x)]), x)
             ln, pending = block.ln2, block.pending[1]
-            u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending, norms=norms)
-            from_mlp = fp8.fc2(fp8.fc1(u, norms))
-        if from_mlp is not None:
-            x.add_(from_mlp)
+            u = layer_norm_fp8(x, ln.weight, ln.bias, pending=pending, add=rest, norms=norms)
+            rest = fp8.fc2.add(fp8.fc1(u, norms), x)
+        if rest is not None:
+            x.add_(rest)
 
-    def _attend(self, qkv: Tensor, patches: int) -> Tensor:
-        """Returns the attention output [rows, enc_dim] of ``qkv`` [rows, 3 * enc_dim]."""
+    def _attend(self, qkv: Tensor, patches: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the attention output [rows, enc_dim] of ``qkv`` [rows, 3 * enc_dim], in its dtype or in ``dtype``."""
         heads, dim = self.config.enc_n_heads, self.config.enc_dim
-        return self.attention(qkv.view(-1, patches, 3, heads, dim // heads)).view(-1, dim)
+        return self.attention(qkv.view(-1, patches, 3, heads, dim // heads), dtype).view(-1, dim)
 
     def embed_many(
         self,
