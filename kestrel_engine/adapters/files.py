@@ -84,8 +84,8 @@ class Packer(Protocol):
 
 
 def find(folder: Path, name: str) -> AdapterFiles:
-    """Returns the files of the adapter ``name``, which is checked: the folder, or the .safetensors, .pt or .pth file,
-    of that name. Raises AdapterNotFound, and AdapterUnfit if there are several."""
+    """Returns the files of a checked ``name``: a folder, or a .safetensors, .pt or .pth file. Raises AdapterNotFound,
+    and AdapterUnfit if there are several."""
     entries = [folder / name, *(folder / f"{name}{suffix}" for suffix in SUFFIXES)]
     there = [entry for entry in entries[1:] if entry.is_file()]
     there += [entry for entry in entries[:1] if entry.is_dir()]
@@ -98,8 +98,7 @@ def find(folder: Path, name: str) -> AdapterFiles:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of the adapters in ``folder``, of which not every one needs to fit. Names that no request may have are
-    left out. Empty if the folder can't be read."""
+    """The valid names of the adapters in ``folder``, whether they fit or not. Empty if the folder can't be read."""
     try:
         entries = list(folder.iterdir())
     except OSError:
@@ -168,8 +167,8 @@ def check(found: AdapterFiles, shapes: Shapes, text: TextConfig) -> CheckedAdapt
 
 
 def read(checked: CheckedAdapter, dtype: torch.dtype, packer: Packer | None = None) -> Adapter:
-    """Reads the tensors of a checked adapter into the memory of the host. Raises AdapterUnfit if they are not finite or
-    the files are others by now."""
+    """Reads a checked adapter into host memory. Raises AdapterUnfit for values that aren't finite or files that
+    changed."""
     from ..models.low_rank import LowRank
 
     found = checked.found

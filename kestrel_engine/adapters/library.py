@@ -1,8 +1,8 @@
 """AdapterLibrary: which adapters are loaded, and how many requests use each.
 
-Used on the event loop. A thread reads the files, one adapter at a time. Requests for the same adapter wait for one
-reading. A loaded adapter stays until its memory is needed for another one: the least recently used goes first. An
-adapter that a request uses stays. If files change, later requests get another adapter, and running ones keep theirs.
+Used on the event loop. A thread reads the files, one adapter at a time. The least recently used adapter makes room for
+another one, unless a request uses it. If files change, later requests get another adapter, and running ones keep
+theirs.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class _Entry:
 
 
 class AdapterLibrary:
-    """``acquire`` gives an adapter by its name. All loaded ones together take at most ``max_bytes``. ``packer``: for
-    kernels that read adapters in another form. ``upload``: copies an adapter from the host to the device; None
-    where the device is the host. The host keeps adapters of at most ``host_bytes``, to copy them again."""
+    """All loaded adapters take at most ``max_bytes``. ``packer``: for kernels that read adapters in another form.
+    ``upload``: copies an adapter to the device; None where the device is the host. The host keeps copies of at most
+    ``host_bytes``."""
 
     def __init__(
         self,
@@ -106,11 +106,8 @@ class AdapterLibrary:
         )
 
     async def acquire(self, name: str) -> Lease:
-        """Returns the adapter, loaded.
-
-        Raises AdapterNotFound, AdapterRefused, AdapterUnfit, AdapterUnavailable, and AdaptersFull if adapters in use
-        leave no memory for it or too many wait to be loaded.
-        """
+        """Returns the adapter, loaded. Raises AdapterNotFound, AdapterRefused, AdapterUnfit, AdapterUnavailable, and
+        AdaptersFull if adapters in use leave no memory for it or too many wait to be loaded."""
         version = await self.origins.find(name)
         entry = self._entries.get(name)
         if entry is None or entry.version.token != version.token:
@@ -131,8 +128,7 @@ class AdapterLibrary:
         return Lease(adapter, partial(self._give_back, entry))
 
     async def known(self) -> dict[str, int]:
-        """The adapters of the folder and those that are loaded, by name in order: the bytes that each takes, 0 if it is
-        not loaded."""
+        """The bytes of each adapter of the folder and of each loaded one, by name in order; 0 if it is not loaded."""
         names = dict.fromkeys(await self.origins.local_names(), 0)
         names |= {
             name: entry.num_bytes for name, entry in self._entries.items() if entry.loading.done()
@@ -192,8 +188,7 @@ class AdapterLibrary:
         return adapter
 
     async def _read(self, entry: _Entry) -> Adapter:
-        """The adapter on the host. Reserves the memory that it will take on the device. If the operator replaces the
-        files meanwhile, it reads the new ones."""
+        """The adapter on the host. Reserves its device memory. Reads the new files if the operator replaces them."""
         loop = asyncio.get_running_loop()
         for _ in range(_MOST_TRIED):
             found, give_back = await self.origins.opened(entry.version)
@@ -231,7 +226,6 @@ class AdapterLibrary:
         return self._packer.num_bytes(checked.ranks)
 
     def _reserve(self, entry: _Entry, wanted: int) -> None:
-        """Reserves the memory of an adapter. Drops unused ones if necessary."""
         name = entry.version.name
         if wanted > self._max_bytes:
             raise AdapterUnfit(
@@ -260,7 +254,6 @@ class AdapterLibrary:
             self._free(entry)
 
     def _drop(self, entry: _Entry) -> None:
-        """Removes an entry. Requests that use it keep it."""
         if self._entries.get(entry.version.name) is entry:
             del self._entries[entry.version.name]
         self._free(entry)

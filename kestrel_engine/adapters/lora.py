@@ -41,8 +41,8 @@ class TextLoRAConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRA:
-    """The matrices A and B of each MLP's layers. ``tensors``: by the module's canonical name with ``.A`` and ``.B``.
-    They may be changed until an engine is created with them, which copies them."""
+    """A and B of each MLP's layers. ``tensors``: by canonical module name with ``.A`` and ``.B``. An engine copies
+    them."""
 
     config: TextLoRAConfig
     tensors: dict[str, Tensor]
@@ -57,10 +57,8 @@ class LoRA:
         seed: int = 0,
     ) -> LoRA:
         """Returns an adapter that changes nothing yet: A is random with a spread of 1 / sqrt(inputs), and B is 0.
-
-        ``dtype``: of the tensors; default: float32. Raises ConfigError if the model has experts and the rank is not
-        divisible by the number of experts of a token.
-        """
+        ``dtype``: default float32. Raises ConfigError if the model has experts and the rank is not divisible by the
+        number of experts of a token."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -85,8 +83,7 @@ class LoRA:
         device: torch.device,
         packer: Packer | None = None,
     ) -> Adapter:
-        """Returns the adapter for a model with the text decoder ``text``. Raises ConfigError if it does not fit.
-        ``packer``: for kernels that read adapters in another form."""
+        """Returns the adapter for ``text``. ``packer``: as of `files.read`. Raises ConfigError if it does not fit."""
         import torch
 
         from ..models.low_rank import LowRank

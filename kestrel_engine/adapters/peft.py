@@ -58,7 +58,6 @@ def scales(
     described: Mapping[str, Any], pairs: Mapping[str, Sides], *, is_peft: bool
 ) -> dict[str, float]:
     """Returns the factor of each module's B: alpha / rank, or alpha / sqrt(rank) with use_rslora; 1 without an alpha.
-
     ``described``: PEFT's description with ``is_peft``, else the metadata of a file, whose values are texts and whose
     other keys mean nothing. Raises CheckpointError for a computation that is not supported, naming the key.
     """
@@ -130,7 +129,7 @@ def _peft_name(stored: str) -> str:
 
 def _of_pattern(key: str, described: Mapping[str, Any], name: str, default: float) -> float:
     """The value of the first pattern that is the end of ``name``, else ``default``. Raises CheckpointError for patterns
-    that are no plain names, because a regular expression may take any time."""
+    that are no plain names: a regular expression may take any time."""
     patterns = described.get(key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{key} must be a JSON object")

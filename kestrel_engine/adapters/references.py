@@ -19,15 +19,11 @@ _NAME = re.compile(rf"(?:{_PLAIN}|{_WORD}/{_WORD}(?:@{_WORD})?)")
 
 
 class Repository(NamedTuple):
-    """A repository of the hub at a revision."""
-
     repo: str
     revision: str
 
 
 class FineTune(NamedTuple):
-    """A checkpoint of the tuning API."""
-
     finetune: str
     step: str
 

@@ -1,11 +1,11 @@
 """The tensors that the files of an adapter hold: what the files say of them, bounded, and their values.
 
-Files of the operator's folder come and go while the server reads them. So no values are read from mapped memory: the
-kernel kills a process that reads a part of a mapped file that was cut off. A .safetensors file is opened once for its
-header and its values, so both are of one file, also if another one takes its name.
+Files of the operator's folder change while the server reads them. So no values are read from mapped memory: the kernel
+kills a process that reads a part of a mapped file that was cut off. A .safetensors file is opened once for header and
+values.
 
-The unpickler of torch (``weights_only``) runs no code of a file, but calls what it allows with the file's arguments:
-``bytearray(10**12)`` takes the memory of the host. So only the calls that make dense tensors may be in a .pt file.
+The unpickler of torch (``weights_only``) calls what it allows with the file's arguments: ``bytearray(10**12)`` takes
+the memory of the host. So only the calls that make dense tensors may be in a .pt file.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ALLOWED = re.compile(
 
 
 def describe(file: Path) -> Header:
-    """Reads no values. Raises OSError, and CheckpointError if the file is damaged, has a too large header, or is a .pt
-    file that holds other objects than dense tensors and plain values."""
+    """Reads no values. Raises OSError, and CheckpointError for a damaged file, a too large header, or a .pt file with
+    other objects than dense tensors and plain values."""
     if is_pickle(file):
         _check_pickle(file)
         tensors = read_headers((file,))
@@ -54,8 +54,7 @@ def describe(file: Path) -> Header:
 
 @contextmanager
 def opened_tensors(files: Sequence[Path]) -> Iterator[Callable[[StoredTensor], torch.Tensor]]:
-    """Gives what reads a tensor that ``describe`` found. It raises CheckpointError and KeyError if the file is another
-    one by now."""
+    """Gives what reads a tensor of ``describe``. It raises CheckpointError and KeyError if the file has changed."""
     with ExitStack() as stack:
         readers: dict[Path, Callable[[StoredTensor], torch.Tensor]] = {}
         for file in files:

@@ -1,5 +1,4 @@
-"""Claims: the memory that this process's models hold on a device, and what they may still take of the memory that the
-device reports as free.
+"""Claims: the memory that this process's models hold on a device, and what they may still take of its free memory.
 
 A running model takes memory in its passes and gives it back. The host gives memory to the pages of a KV cache when they
 are first written. A model that is loaded later must leave both. Models of other processes are not known here.
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """``holds``: bytes of weights, KV cache and what else stays. ``growth``: returns the bytes that the model may
-    still take. It holds no runtime, so that a claim ends when the runtime is freed."""
+    """``holds``: bytes of weights, KV cache and what else stays. ``growth``: returns the bytes that the model may still
+    take; it holds no runtime, so that a claim ends when the runtime is freed."""
 
     model: str
     device: str

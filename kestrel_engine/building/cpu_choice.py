@@ -1,7 +1,6 @@
 """What a CPU chooses for a large model where nothing is set: the precision, the threads, and the tiles of an image.
 
-The choice depends on the machine and not on how busy it is, so that answers stay the same after a restart. Only a
-lack of free memory changes it.
+The choice depends on the machine and on free memory, not on how busy it is: answers stay the same after a restart.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ MEMORY_SHARE = 0.4
 
 
 def completed(config: RuntimeConfig, opened: OpenedModel) -> RuntimeConfig:
-    """Returns ``config`` for a CPU, with what it leaves open chosen for a large model.
-
-    A precision that is set stands for exact answers or a trade-off of its own, so that images keep all their tiles.
-    """
+    """Returns ``config`` with what it leaves open chosen for a large model. With a precision that is set, images keep
+    all their tiles."""
     import torch
 
     if not is_large(opened):

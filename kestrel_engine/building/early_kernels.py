@@ -1,9 +1,8 @@
 """EarlyKernels: compiles a model's kernels in a process of its own while this process reads the weights.
 
-Without it, a first start compiles each kernel at its first launch, one after the other: half a minute on an H100. The
-process runs what ``kestrel-grpc compile`` runs (compiling/models.py), on all processors, into Triton's own cache. What
-it does not compile is compiled at its launch, as ever, so its failure costs time only. A file in the cache notes that
-it was done, for the same code, libraries, card and settings.
+Otherwise a first start compiles each kernel at its first launch, one after the other: half a minute on an H100. The
+process runs compiling/models.py on all processors, into Triton's own cache. Its failure costs time only. A file in the
+cache notes that it was done, for the same code, libraries, card and settings.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class EarlyKernels:
         processors: int | None = None,
     ) -> EarlyKernels | None:
         """Starts compiling for ``card`` into Triton's cache ``folder``. ``model``: the configuration of that of
-        ``config``. None: it was done before, or it is not worth while, or the cache cannot be written."""
+        ``config``. None: it was done before, is not worth while, or the cache cannot be written."""
         if (processors or os.cpu_count() or 1) < LEAST_PROCESSORS:
             return None
         mark = folder / f"kestrel-{_key(config, model, card)}.compiled"

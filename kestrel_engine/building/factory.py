@@ -1,7 +1,7 @@
 """build(config): from a configuration to a runtime, with its weights and what stands beside it.
 
-Imports torch when called, not before; Triton only where it is to be used. Everything that can be wrong with the
-configuration is found before any weight is read.
+Imports torch when called, not before; Triton only where it is to be used. All errors of the configuration are found
+before any weight is read.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Built:
 async def build_off_loop(
     config: RuntimeConfig, progress: Progress | None = None, lora: LoRA | None = None
 ) -> Built:
-    """As `build`, in a thread that ends with it. cuBLAS keeps 32 MB for each stream that a thread has used, until the
-    thread ends, and those of a pool do not end."""
+    """As `build`, in a thread that ends with it: cuBLAS keeps 32 MB for each stream of a thread until the thread
+    ends."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-loading")
     try:
         loading = thread.submit(copy_context().run, build, config, progress, lora)
@@ -101,10 +101,8 @@ def build(
     *,
     opened: OpenedModel | None = None,
 ) -> Built:
-    """Resolves, checks, downloads if necessary, and loads the model. Blocks. Raises ConfigError or ModelLoadError.
-
-    ``opened``: the model, if the caller has opened it.
-    """
+    """Resolves, checks, downloads if necessary, and loads the model. Blocks. ``opened``: the model, if the caller has
+    opened it. Raises ConfigError or ModelLoadError."""
     with ExitStack() as running:
         return _build(config, progress, lora, opened, running)
 

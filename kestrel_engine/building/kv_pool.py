@@ -1,7 +1,7 @@
 """The KV cache: the size of a page, and how many pages fit into the memory that weights and runtime leave free.
 
-This module allocates nothing. A KV cache that is larger than the running sequences need is not wasted, because it also
-holds the prefixes of earlier prompts and images.
+This module allocates nothing. A larger KV cache than the running sequences need also holds prefixes of earlier
+requests.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ LARGEST_DEFAULT_PAGE = 16
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The planned KV cache. ``max_seq_length``: the longest sequence in positions, as configured, or as many as all
-    pages hold."""
+    """The planned KV cache. ``max_seq_length``: the longest sequence in positions."""
 
     num_pages: int
     max_seq_length: int
@@ -46,14 +45,10 @@ def plan_pool(
     share: float = CUDA_SHARE,
     contexts: int = CACHED_CONTEXTS,
 ) -> Pool:
-    """Plans the KV cache.
-
-    ``free_bytes``: the bytes that the weights leave free, or None if the device does not report them.
-    ``reserve_bytes``: the part of them that computing needs. A configured size is used as it is. Otherwise the KV cache
-    holds ``contexts`` times ``max_batch_size`` full sequences, or takes ``share`` of the room if that is less.
-
-    Raises InsufficientMemoryError, whose message names the settings to lower.
-    """
+    """Plans the KV cache. A configured size is used as it is. Otherwise the cache holds ``contexts`` times
+    ``max_batch_size`` full sequences, or takes ``share`` of the room if that is less. ``free_bytes``: that the weights
+    leave free; None if the device does not report them. ``reserve_bytes``: the part of them that computing needs.
+    Raises InsufficientMemoryError, whose message names the settings to lower."""
     longest = config.max_seq_length or model.text.max_context
     room = None if free_bytes is None else max(0, free_bytes - reserve_bytes)
     pages = given_pages(config, page_bytes)

@@ -113,8 +113,8 @@ def _bytes_of_one(model: ModelConfig, itemsize: int) -> int:
 
 
 def most_crops(sizes: Sizes) -> int:
-    """Crops that the vision tower encodes at once: those of the largest step, up to the size of a pass. A device with
-    the smallest sizes has room for passes of SMALL_PASS."""
+    """Crops that the vision tower encodes at once: those of the largest step, up to the size of a pass (SMALL_PASS on a
+    device with the smallest sizes)."""
     from ..runtime.gpu.attention.patches import BATCHES
     from ..scheduler.budget import IDLE_SCALE
 
@@ -130,8 +130,7 @@ def reserve_of(
     *,
     four_bits: bool = False,
 ) -> int:
-    """Bytes that GpuRuntime and its adapters need beside weights and pool, with the largest steps that the scheduler
-    makes."""
+    """Bytes that GpuRuntime and its adapters need beside weights and pool in the scheduler's largest steps."""
     from ..runtime.gpu.footprint import reserve_bytes
     from ..scheduler.budget import IDLE_SCALE
 
@@ -152,10 +151,8 @@ def reserve_of(
 
 def fitted(plan: Plan, refiner: Refiner | None, weights_bytes: int = 0) -> Plan:
     """Returns ``plan`` with the largest default sizes for which the device has room. Sizes that are set stay.
-
     ``weights_bytes``: of weights that the device does not hold yet. Raises InsufficientMemoryError if there is no room
-    for the smallest ones. The message says what other models of this process hold.
-    """
+    for the smallest ones."""
     rungs = len(SMALLER_CUDA_SIZES) if plan.kernels else 1
     for rung in range(rungs):
         smaller = replace(plan, rung=rung)

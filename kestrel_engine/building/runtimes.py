@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def runtime_of(
     plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None, name: str
 ) -> tuple[Runtime, float]:
-    """Builds the runtime of ``plan``, and claims its memory for the model ``name``. Returns it, and the seconds that
+    """Builds the runtime of ``plan`` and claims its memory for the model ``name``. Returns it, and the seconds that
     capturing graphs took. Raises InsufficientMemoryError."""
     from ..runtime.torch_runtime import TorchRuntime
 
@@ -45,7 +45,6 @@ def _nothing() -> int:
 def _torch_runtime(
     plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None
 ) -> tuple[Runtime, float]:
-    """Builds TorchRuntime. Returns it, and 0 seconds for capturing graphs."""
     from ..models.compiled import large_pages
     from ..models.moondream import Moondream
     from ..models.weight_only import pack_for_cpu
@@ -75,7 +74,6 @@ def _torch_runtime(
 def _gpu_runtime(
     plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None
 ) -> tuple[Runtime, float]:
-    """Builds GpuRuntime of packed ``tensors``. Returns it, and the seconds that capturing graphs took."""
     from ..runtime.gpu.parts import Options
     from ..runtime.gpu.runtime import GpuRuntime
 

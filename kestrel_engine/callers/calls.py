@@ -50,15 +50,13 @@ class _StreamedAbout(_Streamed, total=False):
 
 
 class SkillCalls:
-    """query, caption, point, detect, segment, gaze and embed.
-
-    Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array, or an InRegion,
+    """Common arguments. ``image``: encoded bytes, a path, a pyvips.Image or a uint8 [H, W, C] array, or an InRegion,
     InCrops or Mirrored of one; for query, also a list of these; for point and detect, also a Tiled image. ``settings``:
     fields of SamplingParams and max_tokens; stop, logprobs, top_logprobs, constraint, repetition_penalty,
     presence_penalty, frequency_penalty and logit_bias for query and caption; max_reasoning_tokens and max_absence for
     query; max_objects for point and detect; min_score for point, detect and segment; max_overlap for detect; absent or
-    None means the default. ``stream``: False, the default, returns the EngineResult, True an EngineStream once the
-    request is queued. ``request_id``: the caller's name for the request, at most 128 printable characters.
+    None means the default. ``stream``: False returns the EngineResult, True an EngineStream once the request is queued.
+    ``request_id``: the caller's name for the request, at most 128 printable characters.
 
     All raise RequestError (naming the field), EngineOverloaded and EngineClosed; results also RuntimeFailure.
     """
@@ -89,9 +87,9 @@ class SkillCalls:
 
         ``reasoning``: think aloud first, with points that ground the text. ``spatial_refs``: points [x, y] or boxes
         [x_min, y_min, x_max, y_max], normalised, that the question refers to; they need an image. ``history``: earlier
-        questions with their answers, oldest first. ``system``: instructions that precede the first question.
-        ``presupposes``: objects without which there is no answer; result.absences says how likely each is absent, and
-        result.abstained whether one was, with a probability above the setting max_absence.
+        questions with their answers, oldest first. ``system``: instructions before the first question. ``presupposes``:
+        objects without which there is no answer; result.absences says how likely each is absent, and result.abstained
+        whether one was, with a probability above max_absence.
         """
         arguments = {
             "question": question,
@@ -145,10 +143,8 @@ class SkillCalls:
     ) -> EngineStream: ...
 
     async def detect(self, image: Any, object: str, **options: Any) -> EngineResult | EngineStream:
-        """Boxes every ``object``. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max", "score"}]}, normalised.
-
-        A box may reach beyond the image.
-        """
+        """Boxes every ``object``, perhaps beyond the image. Output: {"objects": [{"x_min", "y_min", "x_max", "y_max",
+        "score"}]}, normalised."""
         return await self._call("detect", image, {"object": object}, **options)
 
     @overload
@@ -164,11 +160,8 @@ class SkillCalls:
     async def segment(
         self, image: Any, object: str, *, spatial_refs: SpatialRefs | None = None, **options: Any
     ) -> EngineResult | EngineStream:
-        """Outlines one ``object``. Output: {"segments": [{"svg_path", "score"?, "bbox"?, …}]}; the path is relative
-        to the box.
-
-        Raises SkillUnavailable on a model that can't segment (Moondream 2).
-        """
+        """Outlines one ``object``. Output: {"segments": [{"svg_path", "score"?, "bbox"?, …}]}; the path is relative to
+        the box. Raises SkillUnavailable on a model that can't segment (Moondream 2)."""
         arguments = {"object": object, "spatial_refs": spatial_refs}
         return await self._call("segment", image, arguments, **options)
 

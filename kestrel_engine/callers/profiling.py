@@ -14,9 +14,7 @@ from ..steps.loop import EngineLoop
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
     """Records at most ``seconds`` and ``steps``, and writes at most ``max_bytes`` to ``path`` (a new file).
-
-    ``python_functions``: records the step thread's Python functions too, which slows the thread down.
-    """
+    ``python_functions``: also those of the step thread, which slows the thread down."""
 
     path: str
     seconds: float

@@ -18,8 +18,8 @@ INTERVAL_S = 1.0
 
 
 async def watch(loop: EngineLoop, limit_s: float) -> RuntimeFailure:
-    """Returns the failure once the thread is dead, or no step has ended for ``limit_s`` seconds while there was work.
-    Logs the stacks of all threads before it returns."""
+    """Returns the failure, and logs all stacks, once the thread is dead or no step has ended for ``limit_s`` seconds
+    while there was work."""
     while True:
         await asyncio.sleep(min(INTERVAL_S, limit_s / 4))
         stalled_s = loop.stalled_s
@@ -36,7 +36,6 @@ async def watch(loop: EngineLoop, limit_s: float) -> RuntimeFailure:
 
 
 def log_stacks(reason: str) -> None:
-    """Logs the stack of every thread."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.ident in frames:

@@ -59,9 +59,7 @@ class _AnyModule:
 @contextmanager
 def compiled_launches(capability: tuple[int, int]) -> Iterator[None]:
     """Inside the context, launches compile, as many at a time as there are processors. At its end all are compiled.
-
-    Triton must not interpret its kernels. Raises what the compiler raised.
-    """
+    Triton must not interpret its kernels. Raises what the compiler raised."""
     compiling: list[Future[None]] = []
     run, compile_one, parse = JITFunction.run, JITFunction._do_compile, JITFunction.parse
     parsing = threading.Lock()
@@ -101,10 +99,8 @@ def compiled_launches(capability: tuple[int, int]) -> Iterator[None]:
 
 @contextmanager
 def _c_modules() -> Iterator[bool]:
-    """Inside the context, Triton compiles its C modules, which it needs for launches, but doesn't load them.
-
-    They link to CUDA's driver, for which a library of empty functions stands in. Yields whether there is a C compiler;
-    without one a server needs it at its first start.
+    """Inside the context, Triton compiles its C modules, which launches need, but doesn't load them: they link to
+    CUDA's driver. Yields whether there is a C compiler; without one a server needs it at its first start.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -125,11 +121,8 @@ def _c_modules() -> Iterator[bool]:
 
 
 def _empty_functions() -> str:
-    """Returns C code that defines all functions of CUDA's driver that Triton's modules may call.
-
-    Some linkers (Ubuntu's, by default) leave out a library that defines nothing that is called. Then the module would
-    not load the driver, and could not be loaded itself.
-    """
+    """Returns C code that defines all functions of CUDA's driver that Triton's modules may call. Some linkers
+    (Ubuntu's, by default) leave out a library that defines nothing that is called."""
     folder = Path(nvidia.__file__).parent
     sources = (folder / "driver.py").read_text() + (folder / "driver.c").read_text()
     return "\n".join(

@@ -1,8 +1,7 @@
 """compile_model: fills Triton's cache with all kernels that an engine launches for a model and its settings.
 
-It builds the engine's runtime with the code that a server starts with, on a stand-in for the card, and runs what the
-server runs before it is ready: all passes that are captured, and the warm-up. A process that has compiled like this
-should compute nothing: some modules remember what the stand-in told them.
+It builds the engine's runtime on a stand-in for the card, and runs what a server runs before it is ready: all passes
+that are captured, and the warm-up. Afterwards the process should compute nothing: some modules remember the stand-in.
 """
 
 from __future__ import annotations
@@ -52,11 +51,9 @@ def compile_kernels(
     num_sms: int | None = None,
     progress: Progress | None = None,
 ) -> Iterator[CompiledKernels]:
-    """Compiles the kernels of each configuration for cards of ``arch`` into ``folder``. Needs no GPU.
-
-    ``num_sms``: the multiprocessors of a card with other than the usual number. The process should compute nothing
-    afterwards. Raises ConfigError and ModelLoadError.
-    """
+    """Compiles the kernels of each configuration for cards of ``arch`` into ``folder``. Needs no GPU. ``num_sms``: the
+    multiprocessors of a card with other than the usual number. The process should compute nothing afterwards. Raises
+    ConfigError and ModelLoadError."""
     card = card_of(arch, num_sms)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,10 +66,8 @@ def compile_kernels(
 def compile_model(
     config: RuntimeConfig, card: Card, folder: Path, progress: Progress | None = None
 ) -> CompiledKernels:
-    """Compiles the kernels for ``config`` on ``card`` into ``folder``. A later call finds what an earlier one compiled.
-
-    Reads no weights and no network: a named model has its released shape. Raises ConfigError and ModelLoadError.
-    """
+    """Compiles the kernels for ``config`` on ``card`` into ``folder``, but for those that it holds. Reads no weights
+    and no network: a named model has its released shape. Raises ConfigError and ModelLoadError."""
     _check(config)
     began, opened = clock.now(), _opened(config)
     settings = replace(

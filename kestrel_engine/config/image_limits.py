@@ -10,8 +10,6 @@ from .setting import check_settings, checked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Limits on an image. They are checked on its header, before any pixel is decoded."""
-
     max_bytes: int = REQUESTS.setting(
         32 * 1024 * 1024, "limit on the bytes of an encoded image", flag="--max-image-bytes", low=1
     )

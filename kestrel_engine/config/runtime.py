@@ -1,8 +1,7 @@
 """RuntimeConfig: the settings of an engine. They are checked once, before the engine reads any weight.
 
-This module imports no torch and queries no device. ``types.step.RuntimeLimits`` holds the values that the device
-determines (number of pages, captured batch sizes). The service's ``settings`` package reads the environment. A new
-setting is one field made with its group's ``setting``, in the file of its group.
+This module imports no torch and queries no device. A new setting is one field made with its group's ``setting``, in the
+file of its group.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from .sizes import Sizes, default_sizes
 # The fields of the last base come first, in help texts and tables too.
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSettings):
-    """The settings of an engine.
-
-    ``model`` is a name (``kestrel-tiny``, ``moondream2``, ``moondream3-preview``, ``moondream3.1-9b-a2b``), a hub id
+    """``model`` is a name (``kestrel-tiny``, ``moondream2``, ``moondream3-preview``, ``moondream3.1-9b-a2b``), a hub id
     ``org/repo[@revision][:file]``, ``s3://bucket/prefix``, or a path. ``model_path`` gives weights that replace the
     model's own; ``model_paths`` gives them too, with a tokenizer. Each field's ``help`` describes it. With None, the
     device or the model determines the value. Raises ConfigError, which names field, value and limit.
@@ -74,10 +71,8 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
         return self.adapters_dir is not None or self.adapter_sources.downloads
 
     def sizes(self, *, cuda: bool, rung: int = 0) -> Sizes:
-        """Returns the fields that may be None, with the defaults of the device. Read these fields only here.
-
-        ``rung``: of the defaults for devices with less memory (SMALLER_CUDA_SIZES).
-        """
+        """Returns the fields that may be None, with the defaults of the device. Read these fields only here. ``rung``:
+        of the defaults for devices with less memory (SMALLER_CUDA_SIZES)."""
         values = {f.name: getattr(self, f.name) for f in fields(Sizes)}
         chosen = {name: value for name, value in values.items() if value is not None}
         defaults = default_sizes(cuda=cuda, itl_target_ms=self.itl_target_ms, rung=rung)

@@ -1,8 +1,8 @@
 """Setting: the description of a configuration field. Owns the kinds of values and their range checks.
 
 A frozen dataclass declares each field that an operator can set with its group's ``setting``, and calls
-``check_settings`` in ``__post_init__``. The service builds flags, environment variables, keys of the configuration file
-and reference pages from the same descriptions. This module reads neither the command line nor the environment.
+``check_settings`` in ``__post_init__``. The service builds flags, environment variables, files and reference pages from
+these descriptions.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Setting:
 
 
 def checked(default: Any, **limits: Any) -> Any:
-    """Returns a dataclass field that ``check_settings`` checks, but that has no flag: its default is right for every
-    server. A program that embeds the engine may set it. ``limits``: as for ``SettingGroup.setting``."""
+    """Returns a dataclass field that ``check_settings`` checks, but that has no flag. A program that embeds the engine
+    may set it. ``limits``: as for ``SettingGroup.setting``."""
     return _EMBEDDED.setting(default, "", **limits)
 
 
@@ -131,11 +131,9 @@ def default_of(config: Any, field: str) -> Any:
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
-    """Checks the kind and the range of every setting of ``config``.
-
-    None is valid if it is the field's default or if an operator writes it as 0. ``prefix`` goes before the field's name
-    in an error. Raises ConfigError for the first invalid field.
-    """
+    """Checks the kind and the range of every setting of ``config``. None is valid if it is the field's default or if an
+    operator writes it as 0. ``prefix``: before the field's name in an error. Raises ConfigError for the first invalid
+    field."""
     kind: type = type(config)
     for name, made in _checks_of(kind).items():
         value = getattr(config, name)

@@ -61,9 +61,9 @@ LEAST_CROPS = 8
 def default_sizes(
     *, cuda: bool, itl_target_ms: float = USUAL_ITL_TARGET_MS, rung: int = 0
 ) -> Sizes:
-    """The defaults of a device. On CUDA, ``preprocess_threads`` grows with the number of processors, and steps hold
-    less new work for a lower ``itl_target_ms``: a token waits for a step, or for its kernels. A GEMM over 48 crops
-    holds all multiprocessors of an H100 for half a millisecond. ``rung``: of SMALLER_CUDA_SIZES."""
+    """The defaults of a device. On CUDA, steps hold less new work for a lower ``itl_target_ms``: a token waits for a
+    step, or for its kernels. A GEMM over 48 crops holds all multiprocessors of an H100 for half a millisecond.
+    ``rung``: of SMALLER_CUDA_SIZES."""
     if not cuda:
         return _CPU_SIZES
     threads = min(max(processors() - 2, 2), MOST_PREPROCESS_THREADS)

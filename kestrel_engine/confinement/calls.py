@@ -1,8 +1,7 @@
 """The system calls that a confined process may make, and the program for seccomp(2) that enforces the table.
 
 A call that is not in the table ends the process (SIGSYS). Calls by which libraries look for optional files fail with
-EPERM, so that the libraries go on without these. Calls that are newer than the table fail with ENOSYS, as on an older
-kernel: the C library then uses the older call.
+EPERM. Calls that are newer than the table fail with ENOSYS: the C library then uses the older call.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def name_of(number: int) -> str:
 
 
 def program(pid: int, otherwise: int = KILL) -> bytes:
-    """Returns the filter of the process ``pid``: an array of struct sock_filter. ``otherwise``: what follows a call
-    that is not allowed, NOTIFY or the end of the process."""
+    """Returns the filter of process ``pid``: an array of struct sock_filter. ``otherwise``: the effect of a call that
+    is not allowed, NOTIFY or the end of the process."""
     conditions = (
         # call, argument, bits of it that count, their values
         ("mmap", 2, _PROT_EXEC, (0,), _ERRNO | _EPERM),

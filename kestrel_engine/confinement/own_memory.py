@@ -15,7 +15,6 @@ def open_count() -> int:
 
 
 def read_count(descriptor: int) -> tuple[int, int]:
-    """Returns the bytes of address space, and of private memory as RLIMIT_DATA counts it. Raises OSError without a
-    descriptor."""
+    """Returns the bytes of address space, and of private memory as RLIMIT_DATA counts it. Raises OSError."""
     pages = os.pread(descriptor, 200, 0).split()
     return int(pages[0]) * mmap.PAGESIZE, int(pages[5]) * mmap.PAGESIZE

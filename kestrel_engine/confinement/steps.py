@@ -64,21 +64,20 @@ class Confinement:
 
     @property
     def suffices(self) -> bool:
-        """Whether the process reaches nothing. Namespaces are a second wall, which containers and some systems
-        forbid."""
+        """Whether the process reaches nothing. Namespaces are a second wall, which some systems forbid."""
         return bool(self.landlock) and self.seccomp
 
 
 def hide_memory() -> None:
-    """Closes this process's memory, environment and descriptors to other processes of its user, and turns core dumps
-    off. Has no effect on other systems than Linux."""
+    """On Linux, closes this process's memory, environment and descriptors to its user's other processes. No core
+    dumps."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def leave_surroundings() -> bool:
-    """Gives this process and its later children a network, mounts and users of their own, which are empty. Returns
-    whether the kernel permits it. Needs one thread."""
+    """Gives this process and its children an empty network, mounts and users. Returns whether the kernel permits it.
+    Needs one thread."""
     if sys.platform != "linux":
         return False
     try:
@@ -105,9 +104,9 @@ def confine(num_bytes: int, namespaces: bool, *, reports: bool = False) -> tuple
     """Confines this process, which has one thread. Afterwards no path leads to a file.
 
     ``num_bytes``: private memory that its work takes. ``namespaces``: what ``leave_surroundings`` returned.
-    ``reports``: whether another process watches this one. It gets the descriptor that is the second value, else -1. A
-    call that is not allowed then waits until that process has read it (``next_call``) and killed this one. Raises
-    OSError if a step fails that every kernel offers.
+    ``reports``: another process watches this one with the descriptor that is the second value, else -1. A call that is
+    not allowed waits until that process has read it (``next_call``) and killed this one. Raises OSError if a step fails
+    that every kernel offers.
     """
     _bound(num_bytes)
     if sys.platform != "linux":
@@ -154,8 +153,8 @@ def _bound(num_bytes: int) -> None:
 
 
 def _restrict_files() -> int:
-    """Forbids all access to files, TCP, abstract sockets and signals to others that the kernel's Landlock knows.
-    Returns its version; 0 without."""
+    """Forbids all access to files, TCP, abstract sockets and signals to others that Landlock knows. Returns its
+    version; 0 without."""
     try:
         version = landlock_version()
         files = (1 << _RIGHTS_TO_FILES[min(version, max(_RIGHTS_TO_FILES))]) - 1

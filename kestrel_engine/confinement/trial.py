@@ -22,15 +22,14 @@ def found() -> Confinement:
 
 
 def main(argument: str) -> None:
-    """The process."""
     result, _ = confine(0, leave_surroundings())
     line = {name: getattr(result, name) for name in ("landlock", "seccomp", "namespaces")}
     os.write(1, json.dumps(line).encode())
 
 
 def check(mode: str) -> str:
-    """Returns what confines decoders with the setting ``mode``, in a few words. Raises ConfigError for "require" if
-    something is missing, and OSError as `found`."""
+    """Returns what confines decoders with the setting ``mode``. Raises ConfigError for "require" if something is
+    missing, and OSError."""
     if mode == "off":
         return "not confined (--confine off)"
     if mode == "require" and not found().suffices:

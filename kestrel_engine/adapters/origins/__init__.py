@@ -1,2 +1,1 @@
-"""Where adapters come from: a folder, the hub, the tuning API. ``origins`` finds what a name means, ``disk`` keeps what
-was downloaded, and ``staging`` bounds a download that runs."""
+"""Where adapters come from: a folder, the hub, the tuning API."""

@@ -1,7 +1,7 @@
 """AdapterDisk: downloaded adapters in a folder, which several processes may share.
 
-Each adapter is a folder of its files and a list of their SHA-256, which are verified whenever it is opened. A damaged
-adapter is deleted, and downloaded again. All together take at most ``max_bytes``, with the downloads that run.
+Each adapter's folder lists the SHA-256 of its files, which are verified whenever it is opened. A damaged adapter is
+deleted and downloaded again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MAX_LIST_BYTES = 1 << 16
 
 
 class AdapterDisk:
-    """Used by the threads of one library. ``most``: bytes of the largest adapter. Raises ConfigError if the folder
-    can't be written."""
+    """Used by the threads of one library. ``max_bytes``: limit of all adapters and running downloads. ``most``: bytes
+    of the largest adapter. Raises ConfigError if the folder can't be written."""
 
     def __init__(self, folder: Path, max_bytes: int, most: int) -> None:
         self._max_bytes, self._most = max_bytes, min(most, max_bytes)
@@ -52,10 +52,8 @@ class AdapterDisk:
     @contextmanager
     def open(self, key: str, name: str, fetch: Fetch | None) -> Iterator[Path]:
         """The folder of the adapter's files, which stays while the context is open. ``key``: names its content.
-        ``fetch``: downloads it if it is not there; None where nothing may be downloaded.
-
-        Raises AdapterUnavailable, AdaptersFull, and what ``fetch`` raises.
-        """
+        ``fetch``: downloads it if it is not there; None where nothing may be downloaded. Raises AdapterUnavailable,
+        AdaptersFull, and what ``fetch`` raises."""
         digest = hashlib.sha256(key.encode()).hexdigest()[:40]
         try:
             lease = self._taken(digest)
@@ -85,8 +83,7 @@ class AdapterDisk:
             os.close(lease)
 
     def latest(self, name: str) -> str | None:
-        """The key of the adapter that was used last of those that were downloaded under this name; None if there is
-        none."""
+        """The key of the adapter that was used last under this name; None if there is none."""
         entries = [each for each in self._cache.entries() if not each.kind]
         for entry in sorted(entries, key=lambda each: each.used_at, reverse=True):
             listed = _listed(entry.path)
@@ -95,8 +92,7 @@ class AdapterDisk:
         return None
 
     def _taken(self, digest: str) -> int | None:
-        """A descriptor that keeps the adapter's files until it is closed; None if it is not there. Deletes a damaged
-        one."""
+        """A descriptor that keeps the adapter's files until it is closed; None if absent. Deletes a damaged one."""
         entry = self._cache.place(digest)
         if not entry.is_dir():
             return None
@@ -139,7 +135,6 @@ class AdapterDisk:
 
 
 def _listed(entry: Path) -> Mapping[str, Any] | None:
-    """The adapter's list; None if it can't be read."""
     try:
         with (entry / LIST_NAME).open("rb") as opened:
             listed = json.loads(opened.read(_MAX_LIST_BYTES))

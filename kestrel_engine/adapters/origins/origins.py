@@ -1,7 +1,7 @@
 """Origins: what the name of an adapter means now, and the files that it means.
 
-A name of the operator's folder is looked up there for each request. What a name of the hub or of the tuning API means,
-and what failed, is remembered for some time, so that requests cannot make this server ask others often.
+Each request looks a name of the operator's folder up there. What a remote name means, and what failed, is remembered
+for some time, so that requests cannot make this server ask others often.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _Lasting = (AdapterNotFound, AdapterRefused, AdapterUnavailable, AdapterUnfit)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """What a name means. ``token`` differs if the content may differ. ``open``: gives the files, in any thread.
-    ``is_remote``: they may have to be downloaded."""
+    """What a name means. ``token`` differs if the content may. ``open``: gives the files, in any thread. ``is_remote``:
+    they may have to be downloaded."""
 
     name: str
     token: Hashable
@@ -136,7 +136,6 @@ class Origins:
             self._remember(version.name, _Known(None, clock.now() + FAILURE_S, error))
 
     async def close(self) -> None:
-        """Ends look-ups and downloads."""
         if self.disk is not None:
             self.disk.close()
         for task in self.looking.values():

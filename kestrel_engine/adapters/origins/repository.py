@@ -1,7 +1,7 @@
 """HubRepositories: adapters in repositories of the hub, with huggingface_hub.
 
-The library's settings name the hub (HF_ENDPOINT) and the token (HF_TOKEN). Which repositories requests may name is a
-setting of the server. A name means a commit: that of a branch is looked up again after some minutes.
+The library's settings name the hub (HF_ENDPOINT) and the token (HF_TOKEN). The commit of a branch is looked up again
+after some minutes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class HubRepositories:
         return str(self._info(wanted, name, files=False).sha)
 
     def fetch(self, wanted: Repository, commit: str, staging: Staging) -> Mapping[str, str | None]:
-        """Downloads the files of an adapter. Raises as ``commit``, and AdapterUnfit if the repository holds none, or
-        several."""
+        """Downloads an adapter's files. Raises as ``commit``, and AdapterUnfit unless the repository holds one
+        adapter."""
         at = Repository(wanted.repo, commit)
         sizes, digests = {}, {}
         for sibling in self._info(at, staging.name, files=True).siblings or ():

@@ -16,8 +16,8 @@ DOWNLOAD_S = 600.0
 
 
 class Staging:
-    """``folder`` takes the files. ``make_room`` gets the bytes of the whole download, and is called before any of them
-    is written. One adapter has at most ``max_bytes``."""
+    """``folder`` takes the files. ``make_room`` gets the download's bytes before any is written. ``max_bytes``: of one
+    adapter."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """TuningApi: fine-tunes of the tuning API, by their id and step (moondream.md section 11).
 
-The API's host comes from the settings. Its answer names the address of the file, which is fetched without the key, and
-without following redirects. A fine-tune's checkpoint never changes.
+The API's answer names the address of the file, which is fetched without the key and without following redirects.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class TuningApi:
         return f"tuning {self._api} {wanted.finetune}@{wanted.step}"
 
     def fetch(self, wanted: FineTune, staging: Staging) -> Mapping[str, str | None]:
-        """Downloads a checkpoint. Raises AdapterNotFound, AdapterRefused, AdapterUnavailable, and what ``staging``
-        raises."""
+        """Downloads a checkpoint. Raises AdapterNotFound, AdapterRefused, AdapterUnavailable, and as ``staging``."""
         name = staging.name
         with _explained(name):
             for _ in range(_MOST_TRIED):
