@@ -162,10 +162,11 @@ class TextBlock:
         kept: Tensor | None = None,
     ) -> Tensor:
         """Returns the residual stream after the block, [num_tokens, dim]. ``kept``: the indices of the tokens whose
-        result is needed, if those are not all; ``attention`` returns theirs only."""
+        result is needed, if those are not all; ``attention`` may return theirs only."""
         u = self.ln(x)
         attended = attention(self.index, *self._heads(u, placement, adapters)).flatten(1)
         if kept is not None:
+            attended = attended if len(attended) == len(kept) else attended[kept]
             x, u = x[kept], u[kept]
         projected = self.proj(attended, adapters)
         if adapters is not None:
@@ -218,20 +219,24 @@ class TextModel:
         positions: Tensor,
         attention: Attention,
         adapters: TextAdapters | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """Returns the residual stream [num_tokens, dim] after the last block, before ``post_ln``.
 
         ``x``: embeddings [num_tokens, dim]. ``positions``: [num_tokens] int64. ``adapters``: those of the tokens; None
-        if no token has one.
+        if no token has one. ``kept``: the indices of the tokens whose result is returned; None for all.
         """
         placement = self.place(positions)
         if adapters is None and isinstance(attention, DecodeAttention):
             step = self._decode_step
             if step is not None and step.takes(x):
-                return step(x, placement.rotation, attention)
-        for block in self.blocks:
+                x = step(x, placement.rotation, attention)
+                return x if kept is None else x[kept]
+        for block in self.blocks[:-1]:
             x = block(x, placement, attention, adapters)
-        return x
+        if kept is not None and (adapters is not None or len(kept) == len(x)):
+            return self.blocks[-1](x, placement, attention, adapters)[kept]
+        return self.blocks[-1](x, placement, attention, adapters, kept)
 
     @torch.inference_mode()
     def compile_decode(self, most_rows: int) -> None:

@@ -340,8 +340,7 @@ class TorchRuntime:
 
     def _hidden(self, batch: RowBatch) -> Tensor:
         text = self.model.text
-        stream = text(batch.embeddings, batch.positions, batch.attention, batch.adapters)
-        return stream[batch.last]
+        return text(batch.embeddings, batch.positions, batch.attention, batch.adapters, batch.last)
 
     def batch(self, rows: Sequence[Row]) -> RowBatch:
         """Returns the rows as the input of one pass with this runtime's KV cache and images."""

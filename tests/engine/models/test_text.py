@@ -2,8 +2,10 @@ import math
 
 import torch
 
-from kestrel_engine.models.layers import Linear
-from kestrel_engine.models.text import Moe, Tau
+from kestrel_engine.models.compiled.full_attention import attend
+from kestrel_engine.models.layers import Linear, Mlp
+from kestrel_engine.models.text import Moe, Tau, TextModel
+from tests.engine.models.small import random_tensors, small_config
 
 
 def experts(count: int = 6, dim: int = 10, inner: int = 4, chosen: int = 2) -> Moe:
@@ -76,3 +78,20 @@ def test_tau_follows_its_formula():
             for weights, factor in ((wq, of_q), (wv, of_v)):
                 expected = torch.tanh(gelu @ weights[n]) + place
                 torch.testing.assert_close(factor[t, n], expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_the_last_block_computes_only_the_tokens_that_are_kept(monkeypatch):
+    config = small_config("moondream2")
+    model = TextModel(config.text, random_tensors(config))
+    x, kept = torch.randn(9, config.text.dim), torch.tensor([8, 3])
+    rows, its = [], Mlp.__call__
+    monkeypatch.setattr(Mlp, "__call__", lambda mlp, u, *a: rows.append(len(u)) or its(mlp, u, *a))
+
+    def attention(_, *qkv):
+        return attend(*(each.unsqueeze(0) for each in qkv)).squeeze(0)
+
+    whole = model(x, torch.arange(9), attention)
+    found = model(x, torch.arange(9), attention, kept=kept)
+    torch.testing.assert_close(found, whole[kept])
+    assert rows[len(rows) // 2 :] == [9] * (config.text.n_layers - 1) + [2]
