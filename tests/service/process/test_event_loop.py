@@ -11,7 +11,8 @@ from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from kestrel_grpc.settings.server import ServerConfig
 
 HTTPS = ServerConfig(
-    http=HttpConfig(http_listen=("127.0.0.1:0",)), security=SecurityConfig(tls=TlsFiles("c", "k"))
+    http=HttpConfig(http_listen=("127.0.0.1:0",)),
+    security=SecurityConfig(tls=TlsFiles(certificate="c", private_key="k")),
 )
 
 
