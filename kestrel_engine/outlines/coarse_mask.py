@@ -1,8 +1,7 @@
 """Draws the path of a segment as a square mask of a region.
 
 A path has the form that ``skills.objects.svg_path`` writes: commands and pairs of numbers, separated by single spaces.
-The coordinates are relative to the segment's box. The SDK has a reader of its own, because neither package may import
-the other, and because it reads all of SVG by pixels, while this one draws as the reference of the refiner does.
+The coordinates are relative to the segment's box. This module draws as the refiner's reference does.
 """
 
 from __future__ import annotations

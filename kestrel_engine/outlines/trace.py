@@ -1,7 +1,7 @@
 """Traces the outline of a soft mask: cleaning, contours between pixels, fewer corners, SVG path and box.
 
-The contour lies where the probability, bilinear between the centres of pixels, is one half. So it is finer than the
-pixels. The reference traces the thresholded mask of the whole image with potrace; it writes curves, this module lines.
+The contour lies where the probability, bilinear between the centres of pixels, is one half. The path has lines; the
+reference writes curves, by potrace.
 """
 
 from __future__ import annotations

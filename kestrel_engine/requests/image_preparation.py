@@ -178,7 +178,6 @@ class ImagePreparation:
 
 
 def new_pool(config: RuntimeConfig, sizes: Sizes, built: Built) -> PreprocessPool:
-    """The pool of an engine's decoders."""
     return PreprocessPool(
         sizes.preprocess_threads,
         config.image_limits,

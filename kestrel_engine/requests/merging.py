@@ -221,7 +221,6 @@ class _SamePoints:
         return np.zeros(len(others), dtype=bool)
 
     def likeness(self, one: int, others: np.ndarray) -> np.ndarray:
-        """As _SameBoxes.likeness."""
         apart = self._points[others] - self._points[one]
         apart = apart / np.maximum(self._sizes[others], self._sizes[one])
         near: np.ndarray = np.maximum(0.0, SAME_DISTANCE - np.hypot(apart[:, 0], apart[:, 1]))

@@ -110,7 +110,6 @@ class OpenRequests:
         """Requests whose looks have all ended. Merging takes time, so a thread does it."""
 
     def __len__(self) -> int:
-        """The number of requests."""
         return len(self._streams)
 
     def add(self, request: OpenRequest) -> None:

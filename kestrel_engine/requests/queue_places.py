@@ -58,11 +58,9 @@ class QueuePlace:
 
     @property
     def is_waiting(self) -> bool:
-        """As of its occupant."""
         return self.occupant is None or self.occupant.is_waiting
 
     def displace(self, error: Displaced) -> None:
-        """As of its occupant."""
         if self.occupant is not None:
             self.occupant.displace(error)
 

@@ -52,9 +52,9 @@ from .thread_choice import ThreadChoice, limited
 SMALL_PASS = 12_000_000
 """The largest number of multiply-adds of a layer's qkv projection for which a pass runs on one CPU thread.
 
-In a small pass, threads that synchronise every few microseconds wait longer than they compute. kestrel-tiny on two
-cores, one thread against two: 1 row 4.3 and 4.7 ms, 16 rows 12 and 21 ms, 60 rows 26 and 31 ms. Released models always
-exceed the limit."""
+In a small pass, threads that synchronise every few microseconds wait longer than they compute. Released models always
+exceed the limit.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -84,7 +84,6 @@ class Batch:
         )
 
     def add(self, submission: Submission) -> Sequence:
-        """Queues a new sequence, which must be one that ``fits``, and returns it."""
         sequence = Sequence(submission, self._limits.page_size)
         assert sequence.sequence_id not in self._sequences
         assert self.fits(sequence.num_prompt_positions, submission.max_tokens), (
@@ -100,11 +99,9 @@ class Batch:
         return self._sequences.get(sequence_id)
 
     def expired(self, now: float) -> list[int]:
-        """Sequences that wait and whose deadline has passed."""
         return self._queue.expired(now)
 
     def take_admitted(self) -> list[Sequence]:
-        """Sequences that were admitted for the first time since the last call."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -220,7 +217,6 @@ class Batch:
             self._ended.append(sequence.sequence_id)
 
     def flush(self) -> None:
-        """Drops cached prefixes and embeddings without users."""
         self._cache.flush()
         self.images.flush()
 
@@ -230,7 +226,6 @@ class Batch:
         self.images.reset()
 
     def check(self) -> None:
-        """Raises AssertionError unless pages, tree, phases, shares and counts agree."""
         self._pool.check()
         self._cache.check()
         self.images.check()

@@ -177,7 +177,6 @@ class Sequence:
         self.phase = phase
 
     def atoms(self, num_pages: int) -> list[Atom]:
-        """The whole atoms that the first ``num_pages`` pages hold."""
         return self.images.atoms(self.tokens, num_pages)
 
     def take(self, token: StepToken) -> None:

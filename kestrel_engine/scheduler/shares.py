@@ -2,8 +2,8 @@
 
 An account's ``used`` is a virtual time: the steps' worth of work that was scheduled for the principal, divided by its
 weight. The principal that has used least goes first (start-time fair queuing). A principal that was not waiting starts
-at the virtual time of the waiting principals, so that it can't save up a claim. Pure Python; knows no sequence and no
-clock."""
+at the virtual time of the waiting principals, so that it can't save up a claim.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The interface of a skill: checked arguments, a prompt, rules for sampling, and an output made from sampled tokens.
 
-A skill sees typed tokens and gives typed tokens, rules and events. It never sees the runtime, the scheduler or a
-tensor.
+A skill sees typed tokens and gives typed tokens, rules and events. It sees no runtime, scheduler or tensor.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ class SkillRequest:
     ``options``: the skill's own fields, for its state. ``prompt_field``: the argument that makes the prompt long; the
     error names it if the prompt exceeds the context.
 
-    This class is for skills that only generate tokens. A kind of work that needs more is a subclass with fields of its
-    own (TextRequest, ObjectsRequest, SegmentRequest, EmbedRequest). The engine knows it by what is defined here.
+    Work that needs further fields is a subclass (TextRequest, ObjectsRequest). The engine knows it by what is defined
+    here.
     """
 
     skill: str
@@ -204,10 +203,7 @@ class SkillControl(Protocol):
 
 
 class SkillOutput(abc.ABC):
-    """Turns tokens into text, points and paths. Runs on the delivery thread; gets every token but the stop token.
-
-    An output that knows more than its dict overrides the properties at the end.
-    """
+    """Turns tokens into text, points and paths. Runs on the delivery thread; gets every token but the stop token."""
 
     @abc.abstractmethod
     def push(self, token: StepToken) -> list[StreamUpdate]:

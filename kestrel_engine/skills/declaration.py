@@ -38,7 +38,6 @@ def object_schema(properties: Mapping[str, Schema], required: Sequence[str] = ()
 
 
 def names_of(schema: Schema) -> Set[str]:
-    """The names of an object's properties."""
     names: Set[str] = schema["properties"].keys()
     return names
 

@@ -290,7 +290,6 @@ class ReasoningControl:
         *,
         has_own_limit: bool = False,
     ) -> None:
-        """``answer``: the control of the answer."""
         ids = context.model.ids
         self._answer_id = ids.answer_id
         self._max_reasoning, self._max_answer = max_reasoning, max_answer

@@ -135,7 +135,6 @@ class ActiveRequests:
             self._end(sequence_id, "cancelled")
 
     def refuse(self, sequence_id: int, error: KestrelError) -> None:
-        """Ends a request with ``error``."""
         if sequence_id in self._active:
             self._end(sequence_id, error)
 
@@ -219,7 +218,6 @@ class ActiveRequests:
             self._end_refined(plan, StepResult())
 
     def fail_all(self, error: KestrelError) -> None:
-        """Ends all requests with ``error``."""
         for sequence_id in list(self._active):
             self._end(sequence_id, error)
 

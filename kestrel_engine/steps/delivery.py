@@ -1,8 +1,7 @@
 """DeliveryThread: from sampled tokens to updates, beside the step thread.
 
 Owns the skill outputs (text, points, paths) and how often streams get updates. The step thread puts one batch a step
-into its queue and goes on. The results go to ``deliver``, one call for all streams. Knows no scheduler, runtime or
-event loop.
+into its queue and goes on. The results go to ``deliver``, one call for all streams.
 
 The event loop pays for every update, not for its length: a gRPC message takes some 50 us of the interpreter that the
 step thread needs too. So the next call waits a while for every stream that the last one woke: 64 streams get two or

@@ -140,12 +140,10 @@ def score(example: Example, output: Mapping[str, Any]) -> Score:
 
 
 def points_of(output: Mapping[str, Any]) -> list[Point]:
-    """The points of an output of point."""
     return [(each["x"], each["y"]) for each in output["points"]]
 
 
 def boxes_of(output: Mapping[str, Any]) -> list[Edges]:
-    """The boxes of an output of detect."""
     return [edges_of(box) for box in output["objects"]]
 
 

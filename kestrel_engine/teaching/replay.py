@@ -205,7 +205,6 @@ def _mistakes(name: str, points: Sequence[tuple[float, float]], image: TaughtIma
 
 
 def _labelled(image: TaughtImage) -> list[Edges]:
-    """The edges of all labelled objects of an image."""
     labelled: list[Edges] = []
     for example in image.examples:
         if isinstance(example, BoxExample):

@@ -50,11 +50,10 @@ class StreamUpdate:
 
     ``text`` and ``reasoning`` are deltas that never split a character and, joined, equal the final text. ``object`` is
     a finished point ``{"x", "y"}`` or box ``{"x_min", "y_min", "x_max", "y_max"}`` (normalised, not clipped), with its
-    ``score`` in [0, 1] if the runtime gives probabilities. ``path``
-    is one SVG command with its arguments; joined with single spaces the pieces equal ``svg_path``. ``token_index``:
-    number of tokens generated when it was emitted. ``tokens`` come with ``text``, if the request asks for
-    log-probabilities: those since the last update with text. The text of the last of them may follow later. The last
-    update has tokens alone if no text follows.
+    ``score`` in [0, 1] if the runtime gives probabilities. ``path`` is one SVG command with its arguments; joined with
+    single spaces the pieces equal ``svg_path``. ``token_index``: number of tokens generated when it was emitted.
+    ``tokens`` come with ``text``, if the request asks for log-probabilities: those since the last update with text. The
+    text of the last of them may follow later. The last update has tokens alone if no text follows.
     """
 
     request_id: str = ""

@@ -1,7 +1,7 @@
 """A request after its check: typed tokens, sampling, a prepared image.
 
 A prompt is a tuple of typed tokens; prefix-cache keys, token counts and region embeddings all follow from that one
-type. Knows no tokenizer, tensor, skill or event.
+type.
 """
 
 from __future__ import annotations
@@ -202,7 +202,6 @@ class ImageRegion:
 
     @property
     def edges(self) -> Edges:
-        """The region's place in the image."""
         return (
             self.left / self.image_width,
             self.top / self.image_height,
@@ -215,7 +214,6 @@ class ImageRegion:
         return (self.left + x * self.width) / self.image_width
 
     def y_to_image(self, y: float) -> float:
-        """As ``x_to_image``, for the height."""
         return (self.top + y * self.height) / self.image_height
 
     def x_to_region(self, x: float) -> float:
@@ -224,7 +222,6 @@ class ImageRegion:
         return (x * self.image_width - self.left) / self.width
 
     def y_to_region(self, y: float) -> float:
-        """As ``x_to_region``, for the height."""
         return (y * self.image_height - self.top) / self.height
 
 

@@ -65,7 +65,6 @@ class TokenRule:
 
     @staticmethod
     def mask_bytes(vocab_size: int) -> int:
-        """The length of a mask."""
         return -(-vocab_size // 32) * 4
 
 

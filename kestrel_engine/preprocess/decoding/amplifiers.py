@@ -2,8 +2,8 @@
 
 Each scan of a progressive JPEG visits all coefficients, even a scan of twelve bytes that changes nothing. With the
 largest accepted number of pixels this takes 11 ms, so a file of 200 KB could occupy a thread for minutes. libvips
-visits each page of a TIFF to count the pages, which takes 16 us a page. The largest accepted file could hold pages for
-five seconds. Encoders write about ten scans, and optimisers up to 64. libtiff also accepts at most 100 scans in a JPEG.
+visits each page of a TIFF to count the pages, which takes 16 us a page. Encoders write about ten scans, and optimisers
+up to 64.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """PlainJpeg: a JPEG that libjpeg-turbo (simplejpeg) opens and decodes without libvips.
 
 A JPEG is plain if it is baseline, with 8 bits, grey or of three components that one scan holds, upright, and without
-Adobe's marker. Most JPEGs are plain. To open one with libvips takes longer than a tenth of its decoding. The pixels are
-those of libvips' own loader, in half the time, because that loader reads small pieces. Without simplejpeg, no JPEG is
-plain.
+Adobe's marker. Most JPEGs are plain. The pixels are those of libvips' own loader, in half the time. Without simplejpeg,
+no JPEG is plain.
 """
 
 from __future__ import annotations

@@ -72,9 +72,8 @@ _MOST_KEYED_CROPS = 1000
 """Crops of an image that may have keys, so that the answer is no longer than a message may be."""
 
 _MOST_KEY_THREADS = 4
-"""Threads that hash the pixels of an image for the keys of its crops. An 850x600 JPEG takes a decoder 5.5 to 6.1 ms
-with four, 6.8 to 7.2 with one, and 8.2 with sixteen, whose start takes longer than their work (16 cores beside an
-H100, one noisy run of a script that is not kept)."""
+"""Threads that hash the pixels of an image for the keys of its crops. The start of more threads takes longer than their
+work."""
 
 _SWITCH_INTERVAL_S = 0.5e-3
 """Python's switch interval. Threads that share an image wait this long for the interpreter. Python's default of 5 ms is

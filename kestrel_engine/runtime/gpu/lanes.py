@@ -75,7 +75,6 @@ class Lanes:
                 spaced(self._began, 1e-6)
 
     def synchronize(self) -> None:
-        """Waits for all steps."""
         for stream in {self.stream, self.decode_stream}:
             if stream is not None:
                 stream.synchronize()

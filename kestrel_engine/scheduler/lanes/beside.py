@@ -1,9 +1,9 @@
 """Beside: which sequences a step of the lane DECODE computes, and for which step of NEW_WORK it waits.
 
 Beside new work, decode steps hold fewer rows than after it, and take nearly as long as with more rows. So with a small
-batch both together take longer than one after the other (H100, 4 requests of 30 tokens in flight: 29 instead of 41 a
-second). Therefore decoding waits for a step of NEW_WORK that takes less time than the target for the gap between
-tokens, or three times as long while few rows decode, and runs beside a longer one.
+batch both together take longer than one after the other. Therefore decoding waits for a step of NEW_WORK that takes
+less time than the target for the gap between tokens, or three times as long while few rows decode, and runs beside a
+longer one.
 
 Under load, the longer one leaves a part of the device to the decode steps. These then take less time beside it, and
 would follow one another with fewer rows each. So they are spaced: fewer of them leave more of the device to new work.
@@ -79,7 +79,6 @@ class Beside:
         return self._room and many and not self.is_short(load)
 
     def launched_new_work(self, step_id: int, load: StepLoad) -> None:
-        """Notes a step of NEW_WORK."""
         self._out[step_id] = _NewWork(load.used, self.is_short(load), self.leaves_room(load))
 
     @property

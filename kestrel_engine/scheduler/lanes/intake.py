@@ -89,7 +89,6 @@ class Intake:
         """Whether the next step is due even if it only drops images."""
 
     def flush(self) -> None:
-        """Drops cached prefixes and embeddings without users. The next step drops them in the runtime."""
         self._batch.flush()
         images = self._batch.images
         self.is_flushing = images.has_dropped or images.crops.has_dropped

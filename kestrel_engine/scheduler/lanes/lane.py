@@ -53,7 +53,6 @@ class StepLane(abc.ABC):
         """Completes a draft that is not empty."""
 
     def launched(self, plan: StepPlan, scheduled: list[ScheduledRow]) -> None:
-        """Notes a step."""
         self.out.append(Out(plan, scheduled, self.turns.alone))
         self.turns.launched()
 

@@ -2,10 +2,8 @@
 
 A radix tree whose edges are atoms: one whole page of typed tokens, or the whole pages that hold an image (which attends
 in both directions and so is of use only whole), with the tokens beside it on its first and last page. One tree a
-namespace. The tree holds one reference on each of
-its pages. A user of a node's pages locks the node, which keeps it and all nodes above it. When pages are needed,
-unlocked leaves are evicted, the least recently used first. Ints and hashable keys only; knows no sequence and no
-clock.
+namespace. The tree holds one reference on each of its pages. A user of a node's pages locks the node, which keeps it
+and all nodes above it. When pages are needed, unlocked leaves are evicted, the least recently used first.
 """
 
 from __future__ import annotations

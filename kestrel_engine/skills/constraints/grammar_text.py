@@ -83,7 +83,6 @@ class UnlockedMatchers:
         """In its error state, so that it consumes nothing."""
 
     def consume_token(self, matcher: llguidance.LLMatcher, token_id: int) -> bool:
-        """As LLMatcher.consume_token."""
         return self._executor.consume_token_par([(matcher, token_id), (self._other, token_id)])[0]
 
 

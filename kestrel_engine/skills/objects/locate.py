@@ -99,7 +99,6 @@ class LocateOutput(SkillOutput):
         return []
 
     def note_stop(self, token: StepToken) -> None:
-        """Takes the end token."""
         if not self._ids and token.logprob is not None:
             self._set_absence(math.exp(token.logprob))
 

@@ -43,7 +43,6 @@ class ConstrainedAnswerControl:
     may end. No rule is known before the token ahead of it was accepted."""
 
     def __init__(self, context: SkillContext, grammar: Grammar, top: int = 0) -> None:
-        """``top``: how many alternatives each token has (TokenRule.top)."""
         ids = context.model.ids
         self._eos, self._top = ids.eos_id, top
         self._matcher = grammar.start()

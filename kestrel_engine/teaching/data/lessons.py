@@ -47,7 +47,6 @@ class Lesson:
         return len(self.tokens)
 
     def add_end(self, *, is_end: bool, is_pair: bool) -> None:
-        """Appends the decision between the end and one more object."""
         self.ends.append(EndTarget(len(self.tokens) - 1, is_end, is_pair))
 
 

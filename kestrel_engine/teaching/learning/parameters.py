@@ -124,7 +124,6 @@ class Parameters:
         return {name: side.detach().clone() for name, side in self.sides.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the values of ``state`` over."""
         with torch.no_grad():
             for name, side in self.sides.items():
                 side.copy_(state[name])

@@ -100,7 +100,6 @@ class DecodeChanges:
             change_rows(u, adapters.mlp, *block.fc1[:2], add_to=out[:, begin:], gelu=True)
 
     def experts(self, layer: TextLayer, adapters: PassAdapters | None) -> ExpertChanges | None:
-        """Returns the changes of a layer's experts."""
         return expert_changes(self._blocks[layer.index], adapters)
 
     def add_mlp(

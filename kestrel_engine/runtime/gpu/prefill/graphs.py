@@ -31,8 +31,7 @@ from .batch import PrefillBatch
 
 BLOCKS = (0, 1, 2, 3, 4, 5, 6)
 """The numbers of image blocks that are captured. Four blocks fill the GPU. A step completes at most six images with the
-default number of crops, and a separate pass for one of them would run at half the speed (H200, Moondream 3: 240 TFLOP/s
-for one image, 405 for four)."""
+default number of crops, and a separate pass for one of them would run at half the speed."""
 TEXT_ROWS = (32, 64, 96, 128, 192, 256)
 """The numbers of text tokens that are captured."""
 MAX_BLOCKS, MAX_TEXT = BLOCKS[-1], TEXT_ROWS[-1]

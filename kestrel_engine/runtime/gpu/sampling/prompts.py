@@ -71,7 +71,6 @@ class PromptSampler:
             self._graphs.capture(progress)
 
     def warm_up(self, hidden: Tensor) -> None:
-        """As `RowSampler.warm_up`."""
         self._sampler.warm_up(hidden)
 
     def close(self) -> None:

@@ -129,7 +129,6 @@ class SequenceState:
         return seqs
 
     def unhold(self, step_id: int) -> None:
-        """Ends the hold of a step. An unknown step has no effect."""
         self._indices.unhold(step_id)
 
     def assign_decoding(
@@ -138,8 +137,8 @@ class SequenceState:
         """As `assign`, but a row's single new page goes into ``new_pages``, and the pass itself writes it.
 
         ``new_pages``: [len(rows), 2] int32, filled with -1 by the caller. An entry becomes the index of the flat page
-        table, and the page. A separate copy would make a dozen calls that each release the GIL. While images were
-        decoded, a step waited milliseconds to get the GIL back.
+        table, and the page. A separate copy would release the GIL a dozen times. Each time, the step may wait
+        milliseconds for it.
         """
         updates = TableUpdates()
         seqs = []
@@ -177,7 +176,6 @@ class SequenceState:
         self.page_table.view(-1).index_copy_(0, indices, pages)
 
     def release(self, sequence_id: int) -> None:
-        """Frees the index of a sequence. An unknown id has no effect."""
         self._indices.release(sequence_id)
 
     def check(self, row: Row) -> None:

@@ -99,10 +99,8 @@ class VisionChanges:
 
 
 def changing_tower(adapters: Sequence[Adapter | None]) -> bool:
-    """Returns whether one of ``adapters`` changes the tower."""
     return any(each is not None and each.changes_tower for each in adapters)
 
 
 def changing_projector(adapters: Sequence[Adapter | None]) -> bool:
-    """Returns whether one of ``adapters`` changes the projector."""
     return any(each is not None and PROJECTOR in each.slabs for each in adapters)

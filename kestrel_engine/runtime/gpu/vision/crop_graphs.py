@@ -1,7 +1,6 @@
 """CropGraphs: captured graphs that make the crops of an image that comes alone, one graph for each size of image.
 
-While nothing else is asked of the server, the device waits for these launches. The first of four took the host 0.25 ms,
-and the others 0.05 each, because its caches no longer held their code (FP8 Moondream 2, 16 cores beside an H100).
+While nothing else is asked of the server, the device waits for these launches.
 """
 
 from __future__ import annotations
@@ -97,7 +96,6 @@ class CropGraphs:
             self._graphs.popitem(last=False)
 
     def clear(self) -> None:
-        """Drops all graphs."""
         self._graphs.clear()
         self._seen.clear()
         self._wanted = None

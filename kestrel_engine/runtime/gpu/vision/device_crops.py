@@ -101,7 +101,6 @@ class DeviceCrops:
             self._graphs.capture()
 
     def clear(self) -> None:
-        """Drops what was captured."""
         if self._graphs is not None:
             self._graphs.clear()
 
