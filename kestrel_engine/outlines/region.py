@@ -75,10 +75,8 @@ def _neighbours(at: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 class _Source:
-    """The whole image as one array of pixels, ``width`` x ``height``, which need not exist as such.
-
-    ``shift``: the index of a pixel is its centre's position less this.
-    """
+    """The whole image as one array of pixels, ``width`` x ``height``, which need not exist as such. ``shift``: the
+    index of a pixel is its centre's position less this."""
 
     def __init__(self, image: PreparedImage, vision: VisionConfig) -> None:
         self._pixels, self._crops = image.pixels, image.crops

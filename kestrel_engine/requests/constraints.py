@@ -54,11 +54,8 @@ class ConstraintCompiler:
     async def compiled(
         self, constraint: Constraint, deadline_at: float | None, place: QueuePlace
     ) -> Grammar:
-        """The compiled constraint of a request.
-
-        Raises InvalidRequest naming the place of an error, DeadlineExceeded, EngineClosed, and Displaced if the request
-        loses its place meanwhile.
-        """
+        """The compiled constraint of a request. Raises InvalidRequest naming the place of an error, DeadlineExceeded,
+        EngineClosed, and Displaced if the request loses its place meanwhile."""
         cached = self._cache.get(constraint)
         if cached is not None:
             self._cache.move_to_end(constraint)

@@ -58,10 +58,8 @@ def prompt_in_region(
     path_of: Callable[[int], FieldPath],
 ) -> tuple[Token | ImagePlace, ...]:
     """Returns a prompt whose spatial references, which have coordinates of the whole image, are in those of the region.
-
     A box is clipped to the region. Raises InvalidRequest for a reference outside the region. ``path_of``: of the
-    reference with a number, counted from 0.
-    """
+    reference with a number, counted from 0."""
     found: list[Token | ImagePlace] = []
     number, index = 0, 0
     while index < len(tokens):

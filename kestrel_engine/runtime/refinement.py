@@ -30,10 +30,8 @@ class Refinement:
         self, pixels: Tensor, masks: Tensor, changes: Sequence[Changes | None] | None = None
     ) -> Tensor:
         """``pixels`` [n, crop_size, crop_size, 3] uint8 and ``masks`` [n, crop_size, crop_size] uint8, on the device.
-        ``changes``: what an adapter changes in the tower for each of them; equal objects share passes.
-
-        Returns probabilities [n, crop_size, crop_size] float32. Each depends on its own crop and mask only.
-        """
+        ``changes``: what an adapter changes in the tower for each of them; equal objects share passes. Returns
+        probabilities [n, crop_size, crop_size] float32. Each depends on its own crop and mask only."""
         refined: dict[int, Tensor] = {}
         # A CPU gains nothing from larger passes, and one mask for each gives the same bits whatever the step holds.
         size = 1 if pixels.device.type == "cpu" else CROPS_PER_PASS

@@ -278,10 +278,8 @@ class TorchRuntime:
 
     def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int], tuple[int, ...]]:
         """Returns the sampled token of each sequence, the sequences whose rows are not finite, and the groups of rows
-        that share positions, as in StepResult.
-
-        NaN or infinity at any position reaches the row's last position, which attends to all positions before it.
-        """
+        that share positions, as in StepResult. NaN or infinity at any position reaches the row's last position, which
+        attends to all positions before it."""
         if not rows:
             return {}, set(), ()
         rows = [self._resolved(row) for row in rows]
@@ -331,11 +329,8 @@ class TorchRuntime:
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
-        """Runs one forward pass and stores the rows' keys and values.
-
-        Returns [num_rows, dim], the residual stream before ``post_ln`` at each row's last position, which
-        ``model.text.logits`` and the region heads read.
-        """
+        """Runs one forward pass and stores the rows' keys and values. Returns [num_rows, dim], the residual stream
+        before ``post_ln`` at each row's last position, which ``model.text.logits`` and the region heads read."""
         return self._hidden(self.batch(rows))
 
     def _hidden(self, batch: RowBatch) -> Tensor:
@@ -360,10 +355,8 @@ class TorchRuntime:
         ), f"sequence {row.sequence_id}: pages outside 0..{limits.num_pages - 1}"
 
     def _sample(self, hidden: Tensor, specs: Sequence[SampleSpec]) -> list[StepToken | None]:
-        """Returns the token of each row of ``hidden`` [n, dim], or None where the logits are not finite.
-
-        The id is forced or sampled from the vocabulary head. If the rule reads a value, it comes from a region head.
-        """
+        """Returns the token of each row of ``hidden`` [n, dim], or None where the logits are not finite. The id is
+        forced or sampled from the vocabulary head. If the rule reads a value, it comes from a region head."""
         free = [i for i, spec in enumerate(specs) if spec.rule.forced is None]
         ids: list[DrawnToken | None] = [DrawnToken(spec.rule.forced or 0, 0.0) for spec in specs]
         if free:

@@ -125,11 +125,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, StepToken]]:
         """Takes the result of the oldest step that is out. Returns the tokens of sequences that have not ended.
-        Sequences whose row was not finite must have ended by discard().
-
-        After that, a sequence whose ``rule`` is None and that has no token in flight waits for resume() or abort().
-        Other sequences do not wait for it.
-        """
+        Sequences whose row was not finite must have ended by discard(). After that, a sequence whose ``rule`` is None
+        and that has no token in flight waits for resume() or abort(). Other sequences do not wait for it."""
         sampled: list[tuple[Sequence, StepToken]] = []
         self._batch.images.crops.came_back(plan.encode, failed=False)
         seconds = result.vision_s + result.prefill_s
@@ -164,10 +161,8 @@ class Scheduler:
 
     def fail_step(self, plan: StepPlan) -> list[int]:
         """Rolls back the oldest step that is out: ends the sequences it computed, or encoded crops for, and returns
-        their ids.
-
-        No state on the device is trusted after that: unused cached prefixes and all embeddings are dropped.
-        """
+        their ids. No state on the device is trusted after that: unused cached prefixes and all embeddings are
+        dropped."""
         images = {piece.image.key for piece in plan.encode}
         self._batch.images.crops.came_back(plan.encode, failed=True)
         # Later steps that are out do not encode the rest of these images.

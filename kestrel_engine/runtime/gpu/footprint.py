@@ -76,11 +76,8 @@ def staying_bytes(config: ModelConfig, fp8_gemms: str, max_crops: int, itemsize:
 
 
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
-    """Returns the bytes of the FP8 copies of weights, with a float32 scale for each row.
-
-    The original weights stay in memory: passes with adapters and long steps read those of the decoder, and benchmarks
-    compare with them.
-    """
+    """Returns the bytes of the FP8 copies of weights, with a float32 scale for each row. The original weights stay in
+    memory: passes with adapters and long steps read those of the decoder, and benchmarks compare with them."""
     vision, text = config.vision, config.text
     total = 0
     if fp8_gemms in FP8_VISION:

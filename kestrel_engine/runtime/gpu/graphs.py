@@ -43,10 +43,8 @@ class Variant(NamedTuple):
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
-    """Returns the captured batch sizes: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 beyond.
-
-    The sizes are closest together for small batches, where a row of padding costs most.
-    """
+    """Returns the captured batch sizes: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 beyond. The
+    sizes are closest together for small batches, where a row of padding costs most."""
     rungs = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 4097, 32)]
     return (*(n for n in rungs if n < max_rows), max_rows)
 

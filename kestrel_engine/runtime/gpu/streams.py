@@ -15,11 +15,8 @@ import torch
 
 
 class _Use:
-    """An attribute of a stream that is in use, which ends with it.
-
-    A weak reference to the stream itself would outlive it: torch's streams don't clear those (pytorch/pytorch#183403),
-    and the next garbage collection would crash.
-    """
+    """An attribute of a stream that is in use, which ends with it. A weak reference to the stream itself would outlive
+    it: torch's streams don't clear those (pytorch/pytorch#183403), and the next garbage collection would crash."""
 
 
 _lock = threading.Lock()

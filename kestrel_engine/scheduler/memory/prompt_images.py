@@ -16,10 +16,8 @@ from .prefix_cache import Atom
 
 @dataclass(frozen=True, slots=True)
 class ImagePiece:
-    """An image of a prompt, with the BOS before it if there is one.
-
-    It is the tokens from ``first`` up to ``last`` of the prompt, at the positions from ``start`` up to ``end``.
-    """
+    """An image of a prompt, with the BOS before it if there is one. It is the tokens from ``first`` up to ``last`` of
+    the prompt, at the positions from ``start`` up to ``end``."""
 
     image: PreparedImage
     first: int
@@ -40,10 +38,8 @@ class ImagePiece:
 @dataclass(frozen=True, slots=True)
 class PageRun:
     """Whole pages that hold images: from page ``begin`` up to ``end``, with the tokens from ``first`` up to ``last``.
-
     ``prefix``: a key of the prompt up to the end of the run, within its namespace; None if no other sequence can share
-    the run, because the prompt ends with it.
-    """
+    the run, because the prompt ends with it."""
 
     first: int
     last: int

@@ -60,11 +60,9 @@ def _rules(family: Family, ids: SpecialIds) -> tuple[TokenRule, TokenRule, Token
 
 
 class LocateOutput(SkillOutput):
-    """Points, or boxes if a size follows. Each is returned when it is complete, with its ``score``.
-
-    An object whose score is below ``min_score`` is dropped. It still counts towards the limit on objects.
-    ``absence``: the probability that there is no such object, which the first decision gives; None if it is unknown.
-    """
+    """Points, or boxes if a size follows. Each is returned when it is complete, with its ``score``. An object whose
+    score is below ``min_score`` is dropped. It still counts towards the limit on objects. ``absence``: the probability
+    that there is no such object, which the first decision gives; None if it is unknown."""
 
     def __init__(
         self,

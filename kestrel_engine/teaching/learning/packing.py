@@ -50,10 +50,8 @@ def rows_of(path: Path, lessons: Iterable[Lesson], view: View | None = None) -> 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """What is to follow the hidden states at ``at`` [n], which index the flat text positions [rows * length].
-
     ``values``: ids [n] int64; 1 for the end and 0 for one more object [n] int64; or bins [n] or [n, 2] float32.
-    ``weights``: [n] float32.
-    """
+    ``weights``: [n] float32."""
 
     at: Tensor
     values: Tensor

@@ -68,10 +68,8 @@ class PrefillBatch:
 
 
 def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> PrefillBatch:
-    """Builds the arrays for ``rows``. ``block_length``: the positions of the model's image prefix.
-
-    Raises AssertionError for rows that violate the contract of StepPlan.
-    """
+    """Builds the arrays for ``rows``. ``block_length``: the positions of the model's image prefix. Raises
+    AssertionError for rows that violate the contract of StepPlan."""
     images = [_image(row, block_length) for row in rows]
     keys = tuple(image.key for image in images if image is not None)
     ids: list[int] = [0] * (len(keys) * block_length)

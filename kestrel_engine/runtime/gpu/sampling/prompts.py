@@ -43,11 +43,8 @@ class PromptSampler:
         self, rows: Sequence[Row], seqs: Sequence[int], hidden: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Samples a token for each row. Returns the results on the device: [len(rows), RESULT_WIDTH] int32, and the
-        likeliest ids as `RowSampler.tops` does.
-
-        ``seqs``: the rows' indices of sequences. ``hidden``: [len(rows), dim], the residual stream before ``post_ln``.
-        The results are valid until the next run.
-        """
+        likeliest ids as `RowSampler.tops` does. ``seqs``: the rows' indices of sequences. ``hidden``: [len(rows), dim],
+        the residual stream before ``post_ln``. The results are valid until the next run."""
         count, sampler = len(rows), self._sampler
         graphs = self._graphs_for(hidden)
         padded = count if graphs is None else graphs.padded(count)

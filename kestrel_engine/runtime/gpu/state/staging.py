@@ -120,10 +120,8 @@ class Field:
 
 
 class RowBuffers:
-    """Fixed arrays of ``max_rows`` rows on the device, for captured graphs, which one copy from the host fills.
-
-    The arrays follow one another, the widest dtype first, so that each array is aligned.
-    """
+    """Fixed arrays of ``max_rows`` rows on the device, for captured graphs, which one copy from the host fills. The
+    arrays follow one another, the widest dtype first, so that each array is aligned."""
 
     def __init__(self, fields: Mapping[str, Field], max_rows: int, device: torch.device) -> None:
         self._layout: dict[str, tuple[Field, int, int]] = {}

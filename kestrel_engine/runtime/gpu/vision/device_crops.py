@@ -65,9 +65,7 @@ class DeviceCrops:
 
     def __call__(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         """Returns the distinct crops [n, S, S, 3] uint8 of each image, contiguous, made from its ``pixels``.
-
-        ARENA_BYTES bounds the device memory beside the crops.
-        """
+        ARENA_BYTES bounds the device memory beside the crops."""
         found: list[Tensor] = []
         for group in self.groups(images):
             found += self._make(group)
