@@ -26,6 +26,8 @@ def group_of(weight: Tensor, scales: Tensor) -> int:
     """Returns the weights of a group of ``weight`` [..., N, K / 2] with ``scales`` [..., N, K / g, 2]."""
     assert weight.dtype == torch.uint8 and scales.dim() == weight.dim() + 1, weight.dtype
     assert scales.stride(-1) == 1 and scales.stride(-2) == 2 and weight.stride(-1) == 1
+    # Kernels read scales and zero points of two groups at once.
+    assert scales.data_ptr() % 8 == 0 and scales.stride(-3) % 4 == 0, scales.stride()
     return 2 * weight.shape[-1] // scales.shape[-2]
 
 
@@ -42,48 +44,66 @@ def widen(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def two_groups(packed, scales, valid, DTYPE: tl.constexpr):
+def scales_of_pair(scales, pair, mask):
+    """Returns scale and zero point of the first, then of the second group of ``pair``, in float32.
+
+    ``scales``: addresses of rows of them, aligned to 8 bytes. One load fetches four values of two bytes, which the
+    pipeline of a loop can do ahead.
+    """
+    words = scales.to(tl.pointer_type(tl.int64))
+    if scales.dtype.element_ty == tl.float32:
+        one = tl.load(words + 2 * pair, mask=mask, other=0)
+        two = tl.load(words + 2 * pair + 1, mask=mask, other=0)
+        first_scale = one.to(tl.int32).to(tl.float32, bitcast=True)
+        first_zero = (one >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        second_scale = two.to(tl.int32).to(tl.float32, bitcast=True)
+        second_zero = (two >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        four = tl.load(words + pair, mask=mask, other=0)
+        DTYPE: tl.constexpr = scales.dtype.element_ty
+        first_scale, first_zero = _one_of_four(four, 0, DTYPE), _one_of_four(four, 1, DTYPE)
+        second_scale, second_zero = _one_of_four(four, 2, DTYPE), _one_of_four(four, 3, DTYPE)
+    return first_scale, first_zero, second_scale, second_zero
+
+
+@triton.jit
+def two_groups(packed, scales, pair, valid, DTYPE: tl.constexpr):
     """Returns the weights of the high and of the low nibbles of ``packed`` [N, g], both [N, g] in DTYPE.
 
-    ``scales``: [N] addresses of scale and zero point of the first group, before those of the second. Rows that are not
-    ``valid`` [N] are zero.
+    ``scales``: [N] as of `scales_of_pair`. Rows that are not ``valid`` [N] are zero.
     """
-    first_scale = tl.load(scales, mask=valid, other=0.0).to(tl.float32)[:, None]
-    first_zero = tl.load(scales + 1, mask=valid, other=0.0).to(tl.float32)[:, None]
-    second_scale = tl.load(scales + 2, mask=valid, other=0.0).to(tl.float32)[:, None]
-    second_zero = tl.load(scales + 3, mask=valid, other=0.0).to(tl.float32)[:, None]
+    first_scale, first_zero, second_scale, second_zero = scales_of_pair(scales, pair, valid)
     bits = packed.to(tl.int32)
     # 2^23 with a number in its last bits: this takes a fraction of the time of a conversion.
     high = ((bits >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     low = ((bits & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    high = (high - first_zero) * first_scale
-    low = (low - second_zero) * second_scale
+    high = (high - first_zero[:, None]) * first_scale[:, None]
+    low = (low - second_zero[:, None]) * second_scale[:, None]
     return high.to(DTYPE), low.to(DTYPE)
 
 
 @triton.jit
-def offset_numbers(packed, HIGH: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Returns the numbers of the high or the low nibbles of ``packed``, plus `offset_of` DTYPE, a type of two bytes."""
+def offset_numbers(packed, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Returns the numbers of the high and of the low nibbles of ``packed``, plus `offset_of` DTYPE, a type of two
+    bytes."""
     BITS: tl.constexpr = 0x4300 if DTYPE == tl.bfloat16 else 0x6400
     if PTX:
-        # Four bytes at once: two of them to each register, then (value >> SHIFT & 15) | BITS in both halves of it.
-        SHIFT: tl.constexpr = 4 * HIGH
+        # Two bytes to the halves of a register, then (value >> 4 & 15) | BITS and (value & 15) | BITS in both.
         BOTH: tl.constexpr = BITS * 0x10001
-        found = tl.inline_asm_elementwise(
+        high, low = tl.inline_asm_elementwise(
             f"""{{
             .reg .b32 a, b;
-            prmt.b32 a, $2, 0, 0x4140;
-            prmt.b32 b, $2, 0, 0x4342;
-            shr.b32 a, a, {SHIFT};
-            shr.b32 b, b, {SHIFT};
-            lop3.b32 $0, a, 0x000F000F, {BOTH}, 0xEA;
-            lop3.b32 $1, b, 0x000F000F, {BOTH}, 0xEA;
+            cvt.u32.u16 a, $2;
+            prmt.b32 a, a, 0, 0x4140;
+            shr.b32 b, a, 4;
+            lop3.b32 $0, b, 0x000F000F, {BOTH}, 0xEA;
+            lop3.b32 $1, a, 0x000F000F, {BOTH}, 0xEA;
             }}""",
-            "=r,=r,r", [packed], dtype=tl.int16, is_pure=True, pack=4,
+            "=r,=r,h", [packed], dtype=(tl.int16, tl.int16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        found = ((packed.to(tl.int16) >> (4 * HIGH)) & 15) | BITS
-    return found.to(DTYPE, bitcast=True)
+        high, low = packed.to(tl.int16) >> 4 | BITS, packed.to(tl.int16) & 15 | BITS
+    return high.to(DTYPE, bitcast=True), low.to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -92,14 +112,13 @@ def offset_of(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scaled_sums(numbers, ones, x, scales, valid):
-    """Returns the sums [N, M] of one group. ``numbers`` [N, g]: as of `offset_numbers`. ``x``: [M, g]. ``scales``: [N]
-    addresses of scale and zero point."""
-    scale = tl.load(scales, mask=valid, other=0.0).to(tl.float32)[:, None]
-    zero = tl.load(scales + 1, mask=valid, other=0.0).to(tl.float32)[:, None]
+def scaled_sums(numbers, ones, x, scale, zero):
+    """Returns the sums [N, M] of one group. ``numbers`` [N, g]: as of `offset_numbers`. ``x``: [M, g]. ``scale``,
+    ``zero``: [N] float32."""
     transposed = tl.trans(x)
     total = tl.dot(ones, transposed)
-    return scale * (tl.dot(numbers, transposed) - (zero + offset_of(x.dtype)) * total)
+    offset = (zero + offset_of(x.dtype))[:, None]
+    return scale[:, None] * (tl.dot(numbers, transposed) - offset * total)
 
 
 @triton.jit
@@ -141,16 +160,34 @@ def _sum_of_four(words, x, HIGH: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.cons
 
 
 @triton.jit
+def add_row_products(
+    acc, words, x, scales, pair, keep, there, GROUP: tl.constexpr, X_DTYPE: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """Returns ``acc`` plus the products of ``words`` [N, P, GROUP / 4] int32 with one row, as a sum for each word.
+
+    ``x``: the address of the row's values, as int64 of four values of X_DTYPE. ``scales``: [N, 1, 1] as of
+    `scales_of_pair`. ``pair``: [1, P, 1]. Words count if ``keep`` [N, 1, 1] and ``there`` [1, P, 1].
+    """
+    WORDS: tl.constexpr = GROUP // 4
+    x_at = x + pair * (2 * WORDS) + tl.arange(0, WORDS)[None, None, :]
+    high_x = tl.load(x_at, mask=there, other=0)
+    low_x = tl.load(x_at + WORDS, mask=there, other=0)
+    scale, zero, low_scale, low_zero = scales_of_pair(scales, pair, keep & there)
+    product, total = _sum_of_four(words, high_x, 1, X_DTYPE, PTX)
+    acc += scale * (product - zero * total)
+    product, total = _sum_of_four(words, low_x, 0, X_DTYPE, PTX)
+    return acc + low_scale * (product - low_zero * total)
+
+
+@triton.jit
 def int4_row_kernel(
     x, words, bias, scales, out, n, k_per_split, k, w_stride, scale_stride, split_stride, gelu_from,
-    HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, X_DTYPE: tl.constexpr, SCALE_DTYPE: tl.constexpr,
-    GROUP: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-    PTX: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, X_DTYPE: tl.constexpr, GROUP: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Multiplies one row of x [K / 4] int64, of four values each, with ``words`` [N, K / 8] int32, of four bytes each.
 
-    ``scales``: [N, K / g / 2] int64, of two scales with their zero points each, or [N, K / g, 2] float32. A tile is
-    [BLOCK_N, PAIRS of groups, GROUP / 4 words].
+    ``scales``: [N, K / g, 2]. A tile is [BLOCK_N, PAIRS of groups, GROUP / 4 words].
     """
     WORDS: tl.constexpr = GROUP // 4
     first = tl.program_id(0) * BLOCK_N
@@ -162,7 +199,6 @@ def int4_row_kernel(
     in_tile, lane = tl.arange(0, PAIRS)[None, :, None], tl.arange(0, WORDS)[None, None, :]
     w_rows = words + row.to(tl.int64)[:, None, None] * w_stride + in_tile * WORDS + lane
     scale_rows = scales + row.to(tl.int64)[:, None, None] * scale_stride
-    x_at = x + in_tile * (2 * WORDS) + lane
     if HAS_BIAS:
         owed = tl.load(bias + row, mask=keep_n, other=0.0).to(tl.float32)
     if PDL:
@@ -180,24 +216,7 @@ def int4_row_kernel(
         there = pair < end // (2 * GROUP)
         if at > begin:
             w = tl.load(w_rows + at // 8, mask=keep & there, other=0)
-        if SCALE_DTYPE == tl.float32:
-            of_pair = scale_rows + 4 * pair
-            high_scale = tl.load(of_pair, mask=keep & there, other=0.0)
-            high_zero = tl.load(of_pair + 1, mask=keep & there, other=0.0)
-            low_scale = tl.load(of_pair + 2, mask=keep & there, other=0.0)
-            low_zero = tl.load(of_pair + 3, mask=keep & there, other=0.0)
-        else:
-            four = tl.load(scale_rows + pair, mask=keep & there, other=0)
-            high_scale = _one_of_four(four, 0, SCALE_DTYPE)
-            high_zero = _one_of_four(four, 1, SCALE_DTYPE)
-            low_scale = _one_of_four(four, 2, SCALE_DTYPE)
-            low_zero = _one_of_four(four, 3, SCALE_DTYPE)
-        high_x = tl.load(x_at + at // 4, mask=there, other=0)
-        low_x = tl.load(x_at + at // 4 + WORDS, mask=there, other=0)
-        product, total = _sum_of_four(w, high_x, 1, X_DTYPE, PTX)
-        acc += high_scale * (product - high_zero * total)
-        product, total = _sum_of_four(w, low_x, 0, X_DTYPE, PTX)
-        acc += low_scale * (product - low_zero * total)
+        acc = add_row_products(acc, w, x, scale_rows, pair, keep, there, GROUP, X_DTYPE, PTX)
     sums = tl.sum(tl.sum(acc, axis=2), axis=1)
     if HAS_BIAS:
         sums += owed
@@ -217,9 +236,7 @@ def _widen_kernel(
     valid = row < n
     at = weight + row[:, None] * w_stride + pair * GROUP + lane[None, :]
     packed = tl.load(at, mask=valid[:, None], other=0)
-    high, low = two_groups(
-        packed, scales + row * scale_stride + 4 * pair, valid, out.dtype.element_ty
-    )
+    high, low = two_groups(packed, scales + row * scale_stride, pair, valid, out.dtype.element_ty)
     to = out + row[:, None] * out_stride + 2 * pair * GROUP + lane[None, :]
     tl.store(to, high, mask=valid[:, None])
     tl.store(to + GROUP, low, mask=valid[:, None])

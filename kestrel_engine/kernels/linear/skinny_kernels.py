@@ -26,7 +26,7 @@ from ..adapters.slabs import (
     store_shrunk,
 )
 from .gelu import gelu_tanh
-from .int4 import offset_numbers, scaled_sums, two_groups
+from .int4 import offset_numbers, scaled_sums, scales_of_pair, two_groups
 
 
 @triton.jit
@@ -142,16 +142,16 @@ def dot_kernel(
             w = tl.load(w_at + at // 2, mask=keep_n[:, None], other=0)
             high_x = tl.load(x_at + at, mask=keep_m[:, None], other=0.0)
             low_x = tl.load(x_at + at + GROUP, mask=keep_m[:, None], other=0.0)
-            of_groups = scale_rows + at // GROUP * 2
+            pair = at // (2 * GROUP)
             if DTYPE == tl.float32:
-                high, low = two_groups(w, of_groups, keep_n, DTYPE)
+                high, low = two_groups(w, scale_rows, pair, keep_n, DTYPE)
                 acc = tl.dot(high, tl.trans(high_x), acc, input_precision="ieee")
                 acc = tl.dot(low, tl.trans(low_x), acc, input_precision="ieee")
             else:
-                high = offset_numbers(w, 1, DTYPE, PTX)
-                acc += scaled_sums(high, ones, high_x, of_groups, keep_n)
-                low = offset_numbers(w, 0, DTYPE, PTX)
-                acc += scaled_sums(low, ones, low_x, of_groups + 2, keep_n)
+                scale, zero, low_scale, low_zero = scales_of_pair(scale_rows, pair, keep_n)
+                high, low = offset_numbers(w, DTYPE, PTX)
+                acc += scaled_sums(high, ones, high_x, scale, zero)
+                acc += scaled_sums(low, ones, low_x, low_scale, low_zero)
     else:
         for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
             if BOXES:

@@ -169,7 +169,7 @@ def _launch(
         )  # fmt: skip
         return
     if rows == 1 and group and scales is not None and tau is None and adapted is None:
-        if _takes_words(x, weight, scales):
+        if _takes_words(x, weight):
             _launch_int4_row(x, weight, given_bias, scales, out, k_per_split, gelu_from, options)
             return
     boxes = t.boxes and even_k and not group and _is_aligned(weight)
@@ -208,11 +208,9 @@ def _launch(
     )  # fmt: skip
 
 
-def _takes_words(x: Tensor, weight: Tensor, scales: Tensor) -> bool:
+def _takes_words(x: Tensor, weight: Tensor) -> bool:
     """Returns whether `int4_row_kernel` takes one row: values of two bytes, and addresses that are aligned for it."""
     aligned = weight.data_ptr() % 4 == 0 and weight.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
-    if scales.element_size() == 2:
-        aligned = aligned and scales.data_ptr() % 8 == 0 and scales.stride(0) % 4 == 0
     return aligned and x.element_size() == 2
 
 
@@ -228,18 +226,16 @@ def _launch_int4_row(
 ) -> None:
     n, group = len(weight), group_of(weight, scales)
     t = tiling_of_row(k_per_split // (2 * group))
-    kind = getattr(tl, str(scales.dtype).removeprefix("torch."))
-    packed = scales.view(n, -1) if kind == tl.float32 else scales.view(n, -1).view(torch.int64)
     given = {
         name: options[name]
         for name in ("HAS_BIAS", "HAS_GELU", "PDL", "launch_pdl")
         if name in options
     }
     int4_row_kernel[(triton.cdiv(n, t.block_n), len(out))](
-        x.view(torch.int64), weight.view(torch.int32), bias, packed, out, n, k_per_split, x.shape[1],
-        weight.stride(0) // 4, packed.stride(0), out.stride(0), gelu_from,
-        X_DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")), SCALE_DTYPE=kind, GROUP=group,
-        PAIRS=t.pairs, BLOCK_N=t.block_n, PTX=x.is_cuda, num_warps=t.warps, **given,
+        x.view(torch.int64), weight.view(torch.int32), bias, scales, out, n, k_per_split, x.shape[1],
+        weight.stride(0) // 4, scales.stride(0), out.stride(0), gelu_from,
+        X_DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")), GROUP=group, PAIRS=t.pairs,
+        BLOCK_N=t.block_n, PTX=x.is_cuda, num_warps=t.warps, **given,
     )  # fmt: skip
 
 

@@ -235,7 +235,7 @@ def _product(
         )
         if GROUP:
             # Two steps of x. The first is taken here, the second below.
-            w_first, w = two_groups(w, scales + 4 * (k // GROUP), w_valid, DOT)
+            w_first, w = two_groups(w, scales, k // GROUP, w_valid, DOT)
             x = tl.load(x_ptr[:, None] + (2 * k + at_k)[None, :], mask=valid[:, None], other=0.0)
             if M == 1:
                 acc += w_first.to(tl.float32) * x.to(tl.float32)

@@ -204,8 +204,8 @@ def _group_weights(
     """Loads weights in 4 bits [BLOCK_N, 2 * GROUP] from ``row`` on, as two tiles in DOT."""
     packed = _weights(w, row, k // 2, num_rows, NUM_INPUTS // 2, BLOCK_N, GROUP, False)
     at_n = tl.arange(0, BLOCK_N)
-    own = scales + (row + at_n).to(tl.int64) * (NUM_INPUTS // GROUP * 2) + k // GROUP * 2
-    return two_groups(packed, own, at_n < num_rows, DOT)
+    own = scales + (row + at_n).to(tl.int64) * (NUM_INPUTS // GROUP * 2)
+    return two_groups(packed, own, k // (2 * GROUP), at_n < num_rows, DOT)
 
 
 # The number of tiles is not specialised, so a multiple of 16 does not compile another kernel.
