@@ -7,6 +7,9 @@ low nibbles the next one. So a tile of bytes gives two tiles of weights, each wi
 numbers themselves, which their type has exactly, and apply scale and zero point to the sum of a group. Such a weight is
 not rounded at all. A number is OR-ed into the last bits of a power of two, whose part of the sum goes with that of the
 zero point. This takes one instruction for two weights, where a conversion of each took most of a product's time.
+
+Experts (moe/) multiply weights in float16 (`product_groups`): two numbers become two weights by one multiply-add. The
+scale, its product with the zero point, and the weight are rounded to float16.
 """
 
 from __future__ import annotations
@@ -80,6 +83,53 @@ def two_groups(packed, scales, pair, valid, DTYPE: tl.constexpr):
     high = (high - first_zero[:, None]) * first_scale[:, None]
     low = (low - second_zero[:, None]) * second_scale[:, None]
     return high.to(DTYPE), low.to(DTYPE)
+
+
+@triton.jit
+def product_groups(packed, scales, pair, valid, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Returns what `two_groups` does, in DTYPE float32 or float16. In float16, a weight is one multiply-add of its
+    number, its scale, and the scale times the zero point, which are rounded."""
+    if DTYPE == tl.float32:
+        high, low = two_groups(packed, scales, pair, valid, DTYPE)
+    else:
+        high, low = _half_groups(packed, scales, pair, valid, PTX)
+    return high, low
+
+
+@triton.jit
+def _half_groups(packed, scales, pair, valid, PTX: tl.constexpr):
+    scale, zero, low_scale, low_zero = scales_of_pair(scales, pair, valid)
+    scale, low_scale = scale[:, None].to(tl.float16), low_scale[:, None].to(tl.float16)
+    # Of the rounded scale, whose error then is that of the weight alone.
+    offset = (zero[:, None] * -scale.to(tl.float32)).to(tl.float16)
+    low_offset = (low_zero[:, None] * -low_scale.to(tl.float32)).to(tl.float16)
+    if PTX:
+        # Two bytes to the halves of a register. A half then holds 1024 plus 16 times the high number, or plus the low
+        # number. Both become the numbers themselves, exactly.
+        high, low = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            cvt.u32.u16 a, $2;
+            prmt.b32 a, a, 0, 0x4140;
+            lop3.b32 b, a, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 a, a, 0x00F000F0, 0x64006400, 0xEA;
+            .reg .b32 sixteenth, sixty_four, many;
+            mov.b32 sixteenth, 0x2C002C00;
+            mov.b32 sixty_four, 0xD400D400;
+            mov.b32 many, 0xE400E400;
+            fma.rn.f16x2 a, a, sixteenth, sixty_four;
+            add.rn.f16x2 b, b, many;
+            fma.rn.f16x2 $0, a, $3, $4;
+            fma.rn.f16x2 $1, b, $5, $6;
+            }""",
+            "=r,=r,h,r,r,r,r", [packed, scale, offset, low_scale, low_offset],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        high = (packed >> 4).to(tl.float32) * scale.to(tl.float32) + offset.to(tl.float32)
+        low = (packed & 15).to(tl.float32) * low_scale.to(tl.float32) + low_offset.to(tl.float32)
+        high, low = high.to(tl.float16), low.to(tl.float16)
+    return high, low
 
 
 @triton.jit

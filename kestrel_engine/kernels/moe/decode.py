@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..adapters.experts import ExpertChange, ExpertChanges, add_expert_change
-from ..linear.int4 import group_of, two_groups
+from ..linear.int4 import add_row_products, group_of, product_groups
 from .tile import Experts, Tile, TilePair, dot_tile, geglu, product_scale, triton_type
 
 MAX_TOKENS = 64
@@ -44,10 +44,11 @@ TILES: dict[tuple[int, int], TilePair] = {
 
 
 def tiles_of_groups(sort: int, group: int) -> TilePair:
-    """Returns the tiles of weights in 4 bits for a batch class. A step reads two groups of each row."""
+    """Returns the tiles of weights in 4 bits for a batch class. A step reads bytes of two groups of each row, or with a
+    single token of several pairs of groups."""
     if sort == 1:
-        return TilePair(Tile(8, group, 4, 4, True), Tile(16, group, 4, 4, True))
-    return TilePair(Tile(32, group, 4, 3, True), Tile(64, group, 4, 3, True))
+        return TilePair(Tile(4, 4 * group, 2, 2, True), Tile(16, 2 * group, 4, 2, True))
+    return TilePair(Tile(32, group, 4, 3, True), Tile(64, min(group, 64), 4, 3, True))
 
 
 def batch_class(num_tokens: int) -> int:
@@ -83,6 +84,9 @@ def moe_decode(
         raise ValueError(f"{num_tokens} tokens are not a decode of at most {MAX_TOKENS}")
     if out is None:
         out = torch.empty((k, num_tokens, layer.dim), dtype=torch.float32, device=u.device)
+    if layer.is_int4 and u.data_ptr() % 8:
+        # A single row is read as int64.
+        u = u.clone()
     if tiles is None:
         sort, group = batch_class(num_tokens), layer.group
         tiles = tiles_of_groups(sort, group) if group else TILES[fc1.element_size(), sort]
@@ -146,8 +150,9 @@ def _launch(
         DOT=triton_type(product_type),
         PRODUCT_SCALE=product_scale(product_type),
         PDL=pdl,
-        PREFETCH=0 if up or group else _prefetchable(matrix, tile.block_n),
+        PREFETCH=0 if up else _prefetchable(matrix, tile.block_n),
         GROUP=group,
+        PTX=x.is_cuda,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **launch,
@@ -209,23 +214,47 @@ def _compact(pairs, TOKENS_PAD: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
+def _row_product(
+    x_ptr, w_ptr, w_valid, scales, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Returns [1, N], as `_product` does, for one row of two bytes a value and weights in 4 bits. Words of four bytes
+    are multiplied without tensor cores."""
+    PAIRS: tl.constexpr = BLOCK_K // GROUP
+    in_tile, word = tl.arange(0, PAIRS)[None, :, None], tl.arange(0, GROUP // 4)[None, None, :]
+    keep = w_valid[:, None, None]
+    words = w_ptr[:, None, None].to(tl.pointer_type(tl.int32)) + in_tile * (GROUP // 4) + word
+    x = x_ptr[:, None, None].to(tl.pointer_type(tl.int64))
+    acc = tl.zeros([N, PAIRS, GROUP // 4], tl.float32)
+    for k in tl.range(0, K // 2, BLOCK_K, num_stages=STAGES):
+        pair = k // GROUP + in_tile
+        there = pair < K // (2 * GROUP)
+        w = tl.load(words + k // 4, mask=keep & there, other=0, eviction_policy="evict_first")
+        acc = add_row_products(
+            acc, w, x, scales[:, None, None], pair, keep, there, GROUP, x_ptr.dtype.element_ty, PTX
+        )
+    return tl.sum(tl.sum(acc, axis=2), axis=1)[None, :]
+
+
+@triton.jit
 def _product(
     x_ptr, valid, w_ptr, w_valid, scales, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, DOT: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Returns the rows of inputs ``x_ptr`` [M] times the rows of weights ``w_ptr`` [N], [M, N] float32. Weights are
-    read once, so they are evicted first from the cache. With GROUP, a step reads BLOCK_K bytes of weights in 4 bits,
-    which are two groups of each row; ``scales`` [N] are their addresses."""
-    at_k = tl.arange(0, BLOCK_K)
+    read once, so they are evicted first from the cache. With GROUP, a step reads bytes of weights in 4 bits, which are
+    in two groups of each row; ``scales`` [N] are the addresses of the rows' scales."""
+    STEP: tl.constexpr = GROUP if GROUP and BLOCK_K > GROUP else BLOCK_K
+    at_k = tl.arange(0, STEP)
     if M == 1:
-        acc = tl.zeros([N, BLOCK_K], tl.float32)
+        acc = tl.zeros([N, STEP], tl.float32)
     elif SWAP:
         acc = tl.zeros([N, M], tl.float32)
     else:
         acc = tl.zeros([M, N], tl.float32)
     COLUMNS: tl.constexpr = K // 2 if GROUP else K
-    for k in tl.range(0, COLUMNS, BLOCK_K, num_stages=STAGES):
+    for k in tl.range(0, COLUMNS, STEP, num_stages=STAGES):
         inside = k + at_k < COLUMNS
         w = tl.load(
             w_ptr[:, None] + (k + at_k)[None, :],
@@ -235,13 +264,16 @@ def _product(
         )
         if GROUP:
             # Two steps of x. The first is taken here, the second below.
-            w_first, w = two_groups(w, scales, k // GROUP, w_valid, DOT)
-            x = tl.load(x_ptr[:, None] + (2 * k + at_k)[None, :], mask=valid[:, None], other=0.0)
+            w_first, w = product_groups(w, scales, k // GROUP, w_valid, DOT, PTX)
+            x_at = tl.multiple_of(k // GROUP * (2 * GROUP) + k % GROUP, 16)
+            x = tl.load(x_ptr[:, None] + (x_at + at_k)[None, :], mask=valid[:, None], other=0.0)
             if M == 1:
                 acc += w_first.to(tl.float32) * x.to(tl.float32)
             else:
                 acc = dot_tile(x, w_first, acc, SWAP, DOT)
-        x_at = 2 * k + GROUP if GROUP else k
+            x_at += GROUP
+        else:
+            x_at = k
         x = tl.load(
             x_ptr[:, None] + (x_at + at_k)[None, :],
             mask=valid[:, None] & inside[None, :],
@@ -265,7 +297,7 @@ def _compute(
     x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens, stride,
     K_CHOICES: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, M: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-    DOT: tl.constexpr, PRODUCT_SCALE: tl.constexpr, GROUP: tl.constexpr,
+    DOT: tl.constexpr, PRODUCT_SCALE: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Computes ROWS columns of the output for ``pairs`` [M] of an expert."""
     UP: tl.constexpr = weights_ptr is None
@@ -285,9 +317,12 @@ def _compute(
     scales = w_row
     if GROUP:
         scales = scale_ptr + (of_expert + row) * (2 * (INPUTS // GROUP))
-    acc = _product(
-        x_row, valid, w_row, w_valid, scales, M, N, INPUTS, BLOCK_K, STAGES, SWAP, DOT, GROUP
-    )
+    if GROUP and M == 1 and x_ptr.dtype.element_ty != tl.float32:
+        acc = _row_product(x_row, w_row, w_valid, scales, N, INPUTS, BLOCK_K, STAGES, GROUP, PTX)
+    else:
+        acc = _product(
+            x_row, valid, w_row, w_valid, scales, M, N, INPUTS, BLOCK_K, STAGES, SWAP, DOT, GROUP, PTX
+        )  # fmt: skip
     if scale_ptr is not None and not GROUP:
         acc = acc * tl.load(scale_ptr + of_expert + row, mask=w_valid, other=0.0)[None, :]
     if change is not None:
@@ -314,7 +349,7 @@ def _decode_experts(
     STAGES: tl.constexpr, SWAP: tl.constexpr, K_CHOICES: tl.constexpr, BY_EXPERT: tl.constexpr,
     TOKENS_PAD: tl.constexpr, CHOICES_PAD: tl.constexpr, NARROW: tl.constexpr, DOT: tl.constexpr,
     PRODUCT_SCALE: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Computes, for the pairs of one work item and ROWS columns, product[pair] = gelu(h) * (g + 1) without ``weights``,
     and out[choice, token] = weight * (product[pair] @ fc2.T) with them."""
@@ -330,7 +365,7 @@ def _decode_experts(
         if PREFETCH > 0:
             if count > 0:
                 row = expert.to(tl.int64) * OUTPUTS + tile * ROWS
-                begin = (w_ptr + row * INPUTS).to(tl.int64)
+                begin = (w_ptr + row * (INPUTS // 2 if GROUP else INPUTS)).to(tl.int64)
                 _prefetch_l2(begin + tl.arange(0, 128) * (PREFETCH // 128), PREFETCH // 128)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -339,18 +374,18 @@ def _decode_experts(
             _compute(
                 x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens,
                 stride, K_CHOICES, INPUTS, OUTPUTS, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, DOT,
-                PRODUCT_SCALE, GROUP,
+                PRODUCT_SCALE, GROUP, PTX,
             )  # fmt: skip
         elif count <= NARROW:
             few = _compact(pairs, TOKENS_PAD, NARROW)
             _compute(
                 x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, few, tile, num_tokens,
                 stride, K_CHOICES, INPUTS, OUTPUTS, NARROW, ROWS, BLOCK_K, STAGES, SWAP, DOT,
-                PRODUCT_SCALE, GROUP,
+                PRODUCT_SCALE, GROUP, PTX,
             )  # fmt: skip
         else:
             _compute(
                 x_ptr, w_ptr, scale_ptr, weights_ptr, out_ptr, change, expert, pairs, tile, num_tokens,
                 stride, K_CHOICES, INPUTS, OUTPUTS, TOKENS_PAD, ROWS, BLOCK_K, STAGES, SWAP, DOT,
-                PRODUCT_SCALE, GROUP,
+                PRODUCT_SCALE, GROUP, PTX,
             )  # fmt: skip

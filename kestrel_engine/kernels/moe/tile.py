@@ -1,8 +1,9 @@
 """The parts that all MoE kernels share: the formats of weights, the product of one tile, and GeGLU.
 
 FP8 weights are multiplied as float16, which represents every e4m3 value and takes one instruction for two of them
-(bfloat16 would take three more). LayerNorm's outputs fit float16. The product h * (g + 1) may not, so it is stored
-times 2^-6 and clamped. In this way, values up to 4 million keep 11 bits, and subnormal values have an error of 4e-6.
+(bfloat16 would take three more). Weights in 4 bits become float16, too (linear/int4.py). LayerNorm's outputs fit
+float16. The product h * (g + 1) may not, so it is stored times 2^-6 and clamped. In this way, values up to 4 million
+keep 11 bits, and subnormal values have an error of 4e-6.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Experts:
             return 0
         assert self.fc1_scale is not None and self.fc2_scale is not None
         assert self.fc1_scale.is_contiguous() and self.fc2_scale.is_contiguous()
+        assert self.fc1.data_ptr() % 4 == 0 and self.fc2.data_ptr() % 4 == 0
         group = group_of(self.fc1, self.fc1_scale)
         assert group == group_of(self.fc2, self.fc2_scale), "groups of one size"
         return group
@@ -115,11 +117,9 @@ class Experts:
         """Returns the dtype in which inputs of ``dtype`` are multiplied with these weights.
 
         Inputs of another half type than the weights' are rounded to that of the weights, because there are fewer of
-        them.
+        them. Weights in FP8 and in 4 bits become float16.
         """
-        if self.is_int4:
-            return dtype
-        if not self.is_fp8:
+        if not self.is_fp8 and not self.is_int4:
             return self.fc1.dtype
         return dtype if dtype == torch.float32 else torch.float16
 

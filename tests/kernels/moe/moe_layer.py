@@ -45,6 +45,10 @@ class Layer:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.fc1, self.fc2, self.fc1_scale, self.fc2_scale
 
+    def in_scales_of(self, dtype: torch.dtype) -> None:
+        assert self.fc1_scale is not None and self.fc2_scale is not None
+        self.fc1_scale, self.fc2_scale = self.fc1_scale.to(dtype), self.fc2_scale.to(dtype)
+
     def logits(self, u: Tensor) -> Tensor:
         return self.router(u.float())
 

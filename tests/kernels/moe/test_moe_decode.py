@@ -10,6 +10,7 @@ moe_decode = pytest.importorskip("kestrel_engine.kernels.moe.decode")
 route = pytest.importorskip("kestrel_engine.kernels.moe.route").route
 
 F32, F16 = torch.float32, torch.float16
+BFLOAT16 = [(torch.bfloat16, 1e-2)] * (DEVICE == "cuda")
 
 
 def decode(layer: Layer, u: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -38,12 +39,26 @@ def test_half_and_fp8_within_their_rounding(num_tokens, dtype, fp8, within):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("dtype", "within"), [(F16, 2e-3), (F32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "within"), [(F16, 2e-3), (F32, 1e-5), *BFLOAT16])
 @pytest.mark.parametrize(("group", "dim", "inner"), [(16, 96, 64), (32, 64, 64)])
 def test_four_bits(num_tokens, dtype, within, group, dim, inner):
     layer = Layer(num_experts=4, k=2, dim=dim, inner=inner, group=group)
     u = torch.randn(num_tokens, dim, device=DEVICE).to(dtype)
     assert relative_error(decode(layer, u), layer.expected(u)) < within
+
+
+@pytest.mark.parametrize(("num_tokens", "block_k"), [(1, 64), (17, 16)])
+@pytest.mark.parametrize("scales", [F16, F32])
+def test_four_bits_in_tiles_that_nothing_divides(num_tokens, block_k, scales):
+    """A step has half a group, or two pairs of groups where three and one are. Two experts have no tokens."""
+    layer = Layer(num_experts=6, k=2, dim=192, inner=64, group=32)
+    layer.in_scales_of(scales)
+    layer.bias[[1, 4]] = -100.0
+    # No row is aligned to 8 bytes.
+    u = torch.randn(num_tokens, 193, device=DEVICE, dtype=F16)[:, 1:]
+    tile = moe_decode.Tile(128, block_k, 4, 2, swap=True)
+    out = decode(layer, u, tiles=moe_decode.TilePair(tile, tile))
+    assert relative_error(out, layer.expected(u)) < 2e-3
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
