@@ -10,6 +10,9 @@ import torch
 
 from ...types.model_config import ModelConfig
 
+HIDDEN_ALIGNMENT = 128
+"""In FP8, zeros make the hidden layer of the tower's MLPs a multiple of this number, which is as wide as the tiles."""
+
 PASS_POSITIONS = 12_288
 """The most positions of one prefill pass, which bounds its activations. 16 images fit; larger passes are not faster."""
 
@@ -83,7 +86,8 @@ def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
     if fp8_gemms in FP8_VISION:
         # Where attention writes FP8, proj reads it.
         proj = vision.enc_dim * (vision.enc_dim + 4)
-        total += vision.enc_n_layers * (_fp8_block(vision.enc_dim, vision.enc_ff_dim) + proj)
+        hidden = vision.enc_ff_dim + -vision.enc_ff_dim % HIDDEN_ALIGNMENT
+        total += vision.enc_n_layers * (_fp8_block(vision.enc_dim, hidden) + proj)
     if fp8_gemms in FP8_PREFILL:
         dense = text.n_layers if text.moe is None else text.moe.start_layer
         # The rows of proj are a part of the rows of fc2.

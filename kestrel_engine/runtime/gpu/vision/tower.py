@@ -28,6 +28,7 @@ from ....types.model_config import VisionConfig
 from ..adapters.layout import SlabLayout
 from ..attention.patches import BATCHES, CropAttention
 from ..capture import rehearsed
+from ..footprint import HIDDEN_ALIGNMENT
 from ..gemm import Fp8Gelu, Fp8Linear, add_linear, linear, linear_gelu, require_exact
 from ..weights import PADDED_PATCHES, running_sums
 from .changes import BlockChanges, VisionChanges, changing_projector, changing_tower
@@ -38,10 +39,6 @@ MAX_CROPS = BATCHES[-1]
 
 MAX_IMAGES = 16
 """The most images of one pass of the projector: about 16 MB an image for a released model with two-byte numbers."""
-
-
-HIDDEN_ALIGNMENT = 128
-"""In FP8, zeros make the MLP's hidden layer a multiple of this number, which is as wide as the tiles."""
 
 
 @dataclass(frozen=True, slots=True)
