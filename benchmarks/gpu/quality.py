@@ -25,7 +25,9 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
+from kestrel_engine.models.compiled.few_rows import is_in_blocks
 from kestrel_engine.models.moondream import Moondream
+from kestrel_engine.models.weight_only import plain
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock, Token
 from kestrel_engine.types.step import Row
@@ -99,7 +101,10 @@ def tensors_of(value: object) -> Iterator[Tensor]:
 
 def widened(model: Moondream) -> Moondream:
     """Returns a copy with float32 tensors of the same values. FP8 experts keep their scales."""
-    memo = {id(tensor): tensor.float() for tensor in tensors_of(model)}
+    memo = {
+        id(tensor): (plain(tensor) if is_in_blocks(tensor) else tensor).float()
+        for tensor in tensors_of(model)
+    }
     return copy.deepcopy(model, memo)
 
 

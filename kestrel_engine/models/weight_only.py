@@ -85,7 +85,7 @@ def _many(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Ten
     scales, step = scales.to(x.dtype), max(1, WIDENED // x.shape[-1] // LANES) * LANES
     for first in range(0, len(weight), step):
         some = slice(first, first + step)
-        part = F.linear(x, _plain(weight[some]).to(x.dtype))
+        part = F.linear(x, plain(weight[some]).to(x.dtype))
         if bias is None:
             torch.mul(part, scales[some], out=y[..., some])
         else:
@@ -122,7 +122,7 @@ def widened(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values [N, K] of a matrix in any of the forms. Each is computed in float32 and rounded once."""
     if few_rows.is_in_blocks(weight):
         is_int4 = weight.dtype == torch.uint8
-        weight, scales = _plain(weight), _plain(scales) if is_int4 else scales
+        weight, scales = plain(weight), plain(scales) if is_int4 else scales
     if weight.dtype != torch.uint8:
         return (weight.float() * scales.float().unsqueeze(-1)).to(dtype)
     if weight.dim() == 2:
@@ -209,7 +209,7 @@ def _in_blocks(numbers: Tensor, rows: int) -> Tensor:
     return words.transpose(1, 2).contiguous().view(numbers.dtype).view(numbers.shape)
 
 
-def _plain(numbers: Tensor) -> Tensor:
+def plain(numbers: Tensor) -> Tensor:
     """Returns a weight [N, 1, K], or its scales [N, groups, 2], from their blocks. A weight loses its second dimension.
     Other weights stay as they are."""
     if numbers.dim() < 3:
