@@ -133,7 +133,6 @@ class ServedModels:
 
     @property
     def state(self) -> State:
-        """The default model's state."""
         return self.default.state
 
     @property
@@ -147,7 +146,6 @@ class ServedModels:
         return sum(engine.num_requests for engine in self.engines)
 
     def drain(self) -> None:
-        """Refuses new requests from now on. Running requests continue."""
         for model in self._models:
             model.drain()
 

@@ -1,6 +1,4 @@
 """Whole servers as replicas of Ray Serve, which places them on nodes, restarts, replaces and scales them.
 
-Calls go straight from clients, or from Envoy, to the servers. on_ray.py is the only module that imports Ray. plan.py
-says what to deploy, server.py runs one server, scaling.py decides how many there are, directory.py knows where they
-are, and follow.py writes that to files.
+Calls go straight from clients, or from Envoy, to the servers. on_ray.py is the only module that imports Ray.
 """

@@ -2,6 +2,4 @@
 
 ``call_life.py`` has the steps of every call in their order, for all transports. The other files of this folder are
 gRPC's transport: the methods of a port, those whose streams carry many requests, and those without credentials.
-``calls`` describes and limits a call, ``messages`` reads its requests and their fields, and ``failures`` turns an error
-into the status that ends the call.
 """

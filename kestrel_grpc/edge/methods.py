@@ -36,8 +36,7 @@ class Methods:
     calls of a method. ``streams``: the methods whose streams carry many requests.
 
     Generated code adds each method twice: as a generic handler of its service, and as a registered method. grpc.aio
-    waits for the next call of every registered method with a separate task. With all methods of this server, that took
-    a third of a small call's Python time. So only generic handlers are added.
+    waits for the next call of every registered method with a separate task. So only generic handlers are added.
     """
 
     def __init__(

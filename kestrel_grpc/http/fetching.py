@@ -5,8 +5,7 @@ request or of a redirect, is checked in full: its host is on the list, all IP ad
 connection is made to an address that was checked, so that a second answer of the name server changes nothing. Bytes,
 seconds and redirects are limited, and the answer must begin like an image.
 
-It uses h11 without an HTTP client: httpcore2 reads informational answers without a bound, and a backend that bounds
-them takes more lines than it saves.
+It uses h11 without an HTTP client, because httpcore2 reads informational answers without a bound.
 """
 
 from __future__ import annotations

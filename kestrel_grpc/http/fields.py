@@ -1,7 +1,6 @@
 """Fields: reads a JSON object of a request, field by field. An error names the field and its valid values.
 
-It uses no library of schemas. msgspec tells a path as text only, and with pydantic each message would be written again
-here; neither knows fields that are refused with a reason.
+It uses no library of schemas: msgspec and pydantic know no fields that are refused with a reason.
 """
 
 from __future__ import annotations

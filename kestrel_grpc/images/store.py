@@ -4,9 +4,8 @@ The store does no I/O and belongs to one event loop. An image belongs to the own
 it. An id holds 128 random bits, so it cannot be guessed. An owner's image is stored once, however often it is put.
 
 The store limits the bytes of all images together, with their records. Each owner has a share of the limit according to
-its weight. If the store is full and an owner above its share puts an image, the store drops that owner's least
-recently used images. If the owner is within its share, the store drops images of the owner that exceeds its share
-most.
+its weight. If the store is full and an owner above its share puts an image, the store drops that owner's least recently
+used images. If the owner is within its share, the store drops images of the owner that exceeds its share most.
 """
 
 from __future__ import annotations

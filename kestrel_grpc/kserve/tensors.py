@@ -3,8 +3,7 @@
 The raw form of a BYTES element is its length in four bytes, little-endian, then its bytes. Other elements are packed
 without gaps, little-endian.
 
-It uses no library: tritonclient's functions make an array of all elements before anything is checked, and their errors
-name no input.
+It uses no library: tritonclient's functions make an array of all elements before anything is checked.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ class UsageLog:
         self._add((event.principal, model, event.adapter), used_by(event))
 
     async def run(self) -> None:
-        """Writes again and again."""
         while True:
             await asyncio.sleep(EVERY_S)
             await self.write()

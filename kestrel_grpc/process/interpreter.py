@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 GC_THRESHOLDS = (50_000, 20, 100)
 """A step creates a few objects for every row and drops them two steps later. With Python's default threshold of 700,
-the collector runs several times per step at large batches and promotes objects that are about to be dropped. Host time
-then grows faster than the batch: 3.1 instead of 1.9 ms at 512 rows (benchmarks.engine_host). The few cycles are still
-collected."""
+the collector runs several times per step at large batches and promotes objects that are about to be dropped. The few
+cycles are still collected."""
 
 SWITCH_INTERVAL_S = 0.0005
 """Seconds that a thread may hold the interpreter lock while another thread waits for it. Python's default of 5 ms is
@@ -49,8 +48,8 @@ async def follow_heap(take_freed_bytes: Callable[[], int]) -> None:
     """Returns freed memory to the system until it is cancelled. ``take_freed_bytes``: returns the bytes freed since its
     last call.
 
-    glibc keeps most freed memory in its heaps. After messages of hundreds of megabytes, it kept most of their memory
-    for good. With malloc_trim, the system has it back within seconds. Without glibc, this function does nothing.
+    glibc keeps most freed memory in its heaps. With malloc_trim, the system has it back within seconds. Without glibc,
+    this function does nothing.
     """
     trim = _trim()
     if trim is None:

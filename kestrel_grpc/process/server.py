@@ -6,8 +6,6 @@ and then it accepts requests.
 Stop: health changes to NOT_SERVING. After an optional delay, new requests are refused with UNAVAILABLE while running
 requests continue. At the end of the grace period, the remaining requests fail with UNAVAILABLE. Then the listeners
 close.
-
-This module handles neither signals nor the command line: see cli/serve.py.
 """
 
 from __future__ import annotations

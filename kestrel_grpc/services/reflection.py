@@ -1,8 +1,7 @@
 """Server reflection, versions v1 and v1alpha, so that grpcurl, buf curl and similar tools need no .proto files.
 
-grpcio-reflection's own servicer does not resolve methods and supports v1alpha only. This servicer resolves every
-symbol: services, methods, messages, fields, oneofs, enums, their values and extensions. The messages of v1 and v1alpha
-have the same encoding, so one servicer answers both.
+This servicer resolves every symbol. grpcio-reflection's does not resolve methods, and supports v1alpha only. The
+messages of v1 and v1alpha have the same encoding, so one servicer answers both.
 
 The generated stubs hold neither comments nor validation rules. ``kestrel.v1.binpb``, which ``make protos`` writes,
 holds both. It is read at the first request that needs it.

@@ -57,7 +57,6 @@ class Configuration:
 
     @property
     def runtime(self) -> RuntimeConfig:
-        """Of the default model."""
         return self.runtimes[0]
 
 

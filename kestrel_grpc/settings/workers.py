@@ -88,7 +88,6 @@ class WorkersConfig:
 
     @property
     def count(self) -> int:
-        """Number of processes."""
         return max(1, len(self.devices)) if self.workers is None else self.workers
 
     def own_address(self, index: int) -> str | None:

@@ -1,7 +1,6 @@
 """The template of workers: a process that has imported what a worker imports, and forks workers in milliseconds.
 
-A worker that starts in an interpreter of its own costs 2 s and more of processor time before it opens its model. The
-workers that serve lack this time when one of them has ended.
+A worker that starts in an interpreter of its own costs 2 s and more of processor time before it opens its model.
 
 The template starts nothing that does not survive a fork: no gRPC core, no CUDA, no threads, no event loop. If a library
 has started a thread all the same, workers start in interpreters of their own.

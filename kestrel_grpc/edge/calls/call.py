@@ -184,8 +184,7 @@ class CallLimit:
     ``error``: makes the exception.
 
     All have the same limit, so the oldest one reaches it first, and one timer is enough. A timer for each call would
-    cost more than all other work of the edge with the clock. A cancelled timer also stays in the event loop's heap,
-    with its task's context, until its time.
+    cost more than all other work of the edge.
     """
 
     def __init__(

@@ -182,7 +182,6 @@ def shown_path(path: FieldPath) -> str:
 
 
 def complaint(error: BaseException, request_id: str) -> Complaint:
-    """Describes an error."""
     row = row_of(error)
     path: FieldPath = ()
     if not row.public:

@@ -37,7 +37,6 @@ _Behaviour = Callable[[Any, Context], Awaitable[Any]]
 def endpoints(
     vision: VisionService, names: Callable[[], Sequence[str]]
 ) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path. ``names`` gives the served models' names, the default first."""
 
     def complete(fields: Fields) -> ServiceCall:
         return _complete(fields, vision, names())

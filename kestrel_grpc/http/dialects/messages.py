@@ -72,7 +72,6 @@ _KINDS = {
 def endpoints(
     vision: VisionService, names: Callable[[], Sequence[str]]
 ) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path. ``names`` gives the served models' names, the default first."""
 
     def asked(fields: Fields, sampling: SamplingFields) -> Asked:
         thinking = fields.inner("thinking")

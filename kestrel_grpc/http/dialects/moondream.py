@@ -67,8 +67,6 @@ _NAMES: dict[FieldPath, FieldPath] = {
 def endpoints(
     service: VisionService, served: Callable[[], Sequence[str]]
 ) -> dict[tuple[str, str], Endpoint]:
-    """Returns the endpoints by verb and path. ``served`` returns the served models' names, the default
-    first."""
 
     def endpoint(skill: str) -> Endpoint:
         def read(fields: Fields) -> ServiceCall:

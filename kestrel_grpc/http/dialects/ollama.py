@@ -61,8 +61,6 @@ FORM = JsonForm(
 def endpoints(
     vision: VisionService, models: ModelService, names: Callable[[], Sequence[str]]
 ) -> dict[tuple[str, str], Endpoint]:
-    """Returns the endpoints by verb and path. ``names`` returns the served models' names, the default
-    first."""
 
     def generate(fields: Fields) -> ServiceCall:
         GENERATE.check(fields)

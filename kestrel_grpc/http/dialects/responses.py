@@ -59,7 +59,6 @@ _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 def endpoints(
     vision: VisionService, names: Callable[[], Sequence[str]]
 ) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path. ``names`` gives the served models' names, the default first."""
 
     def asked(fields: Fields, sampling: SamplingFields) -> Asked:
         with located(_renamed):
@@ -106,7 +105,6 @@ def endpoints(
 
 
 def _renamed(path: FieldPath) -> FieldPath:
-    """The path in this dialect for one of chat completions."""
     return renamed(path, _NAMES)
 
 

@@ -51,6 +51,5 @@ class HttpConnections:
             found[1].abort()
 
     def end_all(self) -> None:
-        """Ends all connections."""
         for _, transport in list(self._open.values()):
             transport.abort()

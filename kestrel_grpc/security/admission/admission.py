@@ -65,7 +65,6 @@ class Admission:
 
     @property
     def calls(self) -> int:
-        """Calls in progress."""
         return sum(account.calls for account in self.accounts.values())
 
     def admit(self, principal: str) -> AbstractContextManager[None]:
@@ -131,7 +130,6 @@ class Visits:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls in progress."""
         return self._calls.total()
 
     @contextlib.contextmanager

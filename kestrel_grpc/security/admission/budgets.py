@@ -140,7 +140,6 @@ class Budgets:
         return partial(self._reserve, account, {"minute": minute, "day": day})
 
     def use(self, account: Account, metrics: EngineMetrics) -> None:
-        """Counts what a request of the account used."""
         weights, image = self._default, metrics.image_tokens - metrics.cached_image_tokens
         used = weights.prompt * (metrics.input_tokens - metrics.cached_tokens - image)
         used += weights.image * image + weights.cached * metrics.cached_tokens

