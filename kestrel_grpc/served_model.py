@@ -150,11 +150,8 @@ class ServedModels:
             model.drain()
 
     def check_room(self, caller: Principal) -> None:
-        """Raises EngineOverloaded if no model's queue has room for a request of ``caller``.
-
-        The call's message is not read yet, so the check assumes the highest priority that the caller may ask for, and
-        any model.
-        """
+        """Raises EngineOverloaded if no model's queue has room for a request of ``caller``. The call's message is not
+        read yet, so the check assumes the highest priority that the caller may ask for, and any model."""
         best = "high" if Scope.HIGH in caller.scopes else "normal"
         refusal: EngineOverloaded | None = None
         for model in self._models:

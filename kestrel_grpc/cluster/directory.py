@@ -60,11 +60,8 @@ class Directory:
         return now >= self._complete_at
 
     def servers(self, now: float) -> list[Server]:
-        """The servers to which calls may go, by address.
-
-        If all are silent, the way to this directory is broken rather than the servers. They stay listed, because
-        clients and Envoy check the health of each.
-        """
+        """The servers to which calls may go, by address. If all are silent, the way to this directory is broken rather
+        than the servers. They stay listed, because clients and Envoy check the health of each."""
         self._forget(now)
         serving = [(at, server) for at, server in self._seen.values() if server.serving]
         fresh = [server for at, server in serving if now - at < SILENT_S]

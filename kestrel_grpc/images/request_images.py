@@ -209,10 +209,8 @@ class RequestImages:
         return replace(image, source=kept.source, kept=kept)
 
     def keep(self, image: RequestImage, size: tuple[int, int], digest: bytes) -> str:
-        """Stores an image that the engine has decoded. Returns its id, or "" if the store has no room for it.
-
-        ``size`` is (width, height) in pixels; ``digest`` is the engine's.
-        """
+        """Stores an image that the engine has decoded. Returns its id, or "" if the store has no room for it. ``size``
+        is (width, height) in pixels; ``digest`` is the engine's."""
         if image.kept is not None:
             # The image may have been deleted since. It must not return to the store.
             return image.kept.image_id

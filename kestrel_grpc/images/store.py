@@ -115,10 +115,8 @@ class ImageStore:
         return image
 
     def adopt(self, owner: str, image: StoredImage, *, weight: float = 1.0) -> None:
-        """Stores an image that another server stored under its id. Raises ImagesFull.
-
-        Only its id finds it, because this server has not compared it with a digest.
-        """
+        """Stores an image that another server stored under its id. Raises ImagesFull. Only its id finds it, because
+        this server has not compared it with a digest."""
         if image.held_bytes > self.max_bytes or self.has(owner, image.image_id):
             return
         self._add(owner, image, None, weight)

@@ -47,9 +47,7 @@ class LineFile:
 
 def append(path: str, lines: bytes) -> int:
     """Appends ``lines`` in one write, and returns the number of bytes that were written: fewer if the disk became full.
-
-    Several processes may append to one file. Up to PIPE_BUF bytes stay together in a pipe, too. Raises OSError.
-    """
+    Several processes may append to one file. Up to PIPE_BUF bytes stay together in a pipe, too. Raises OSError."""
     if path == STDOUT:
         return _print(lines)
     descriptor = _open(path)

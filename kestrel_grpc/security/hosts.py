@@ -33,11 +33,9 @@ class Hosts:
         self._own_name = socket.gethostname().lower()
 
     def accepts(self, host: str) -> bool:
-        """Whether the port answers to this value, with or without a port.
-
-        On loopback: localhost and addresses of loopback. Elsewhere: localhost, all addresses, and the names that no
-        stranger can own: this machine's, and names without a dot.
-        """
+        """Whether the port answers to this value, with or without a port. On loopback: localhost and addresses of
+        loopback. Elsewhere: localhost, all addresses, and the names that no stranger can own: this machine's, and names
+        without a dot."""
         if self._takes_all:
             return True
         found = _HOST.fullmatch(host.lower())

@@ -37,11 +37,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The reason why the worker ends.
-
-    For a ConfigError, ``field`` and ``value`` are the error's and ``message`` is its limit. For other errors ``field``
-    is empty. ``setting``: whether a setting is invalid, which ``message`` names.
-    """
+    """The reason why the worker ends. For a ConfigError, ``field`` and ``value`` are the error's and ``message`` is its
+    limit. For other errors ``field`` is empty. ``setting``: whether a setting is invalid, which ``message`` names."""
 
     message: str
     field: str = ""

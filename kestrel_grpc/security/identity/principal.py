@@ -98,10 +98,8 @@ def is_administrative(method: str) -> bool:
 
 
 def address_of(peer: str) -> str:
-    """The address of a peer such as "ipv4:127.0.0.1:50000", without the port.
-
-    For IPv6 it is the network. All clients of unix sockets have the same address, "unix".
-    """
+    """The address of a peer such as "ipv4:127.0.0.1:50000", without the port. For IPv6 it is the network. All clients
+    of unix sockets have the same address, "unix"."""
     kind, _, rest = peer.partition(":")
     if kind == "ipv4":
         return rest.rpartition(":")[0]

@@ -95,11 +95,8 @@ def parse_scopes(text: str) -> frozenset[Scope]:
 
 
 def read_credentials(path: str) -> Credentials:
-    """Reads the file of tokens. Raises TokenFileError.
-
-    A line is NAME SCOPES [weight=W] [minute=TOKENS] [day=TOKENS], and then sha256:HEX or cert:IDENTITY. A line that
-    begins with # is a comment.
-    """
+    """Reads the file of tokens. Raises TokenFileError. A line is NAME SCOPES [weight=W] [minute=TOKENS] [day=TOKENS],
+    and then sha256:HEX or cert:IDENTITY. A line that begins with # is a comment."""
     try:
         lines = read_small_file(path, _MOST_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
