@@ -1,7 +1,7 @@
-"""Resolves the name of a model to the location of its weights and its tokenizer.
+"""Resolves the name of a model to the location of its weights and its tokenizer. Uses no network and reads no weights.
 
 A name is one of `KNOWN`, a hub id ``org/repo[@revision][:file]``, the address of a bucket, or a path. A known name
-accepts the same suffixes as a hub id. This module uses no network and reads no weights.
+accepts the same suffixes as a hub id.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class HubCheckpoint:
-    """A checkpoint on the hub. ``file``: the weights or their index; None: the first usual name that exists there.
-    ``sha256``: of the released ``file``."""
+    """``file``: the weights or their index; None: the first usual name. ``sha256``: of the released ``file``."""
 
     repo: str
     revision: str = "main"
@@ -54,10 +53,8 @@ STARMIE = HubFile(
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The location of a model. Exactly one of ``path``, ``hub`` and ``bucket`` is set.
-
-    ``tokenizer``: its location; None: beside the weights. ``family``: the family of the weights, if the name
-    implies one. ``fp8``: the released checkpoint stores its experts in FP8.
+    """Exactly one of ``path``, ``hub`` and ``bucket`` is set. ``tokenizer``: its location; None: beside the weights.
+    ``family``: if the name implies one. ``fp8``: the released checkpoint stores its experts in FP8.
     """
 
     name: str
@@ -111,10 +108,7 @@ _PATH_END = (".safetensors", ".pt", ".pth", ".safetensors.index.json")
 def resolve(
     model: str, model_path: str | Path | None = None, tokenizer_path: str | Path | None = None
 ) -> ModelSource:
-    """Returns the source of ``model``, or of ``model_path`` if it is given.
-
-    Raises ConfigError, which lists the valid names.
-    """
+    """Returns the source of ``model``, or of ``model_path`` if given. Raises ConfigError with the valid names."""
     if model_path is None:
         source = _from_name(model.strip())
     elif is_address(model_path):
@@ -129,10 +123,8 @@ def resolve(
 def architecture(
     model: str, model_path: str | Path | None = None
 ) -> tuple[str, Family | None, Path | None]:
-    """Returns (name, family, config.json) of a model for which weights are generated.
-
-    The model is a known name, or the path of a config.json or of its folder. Without a config.json, the model has the
-    released shape of its family. Raises ConfigError.
+    """Returns (name, family, config.json) of a model for which weights are generated: of a known name, or the path of a
+    config.json or its folder. Without one, it has the released shape of its family. Raises ConfigError.
     """
     field = "model" if model_path is None else "model_path"
     name = model.strip()

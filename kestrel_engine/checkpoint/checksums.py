@@ -1,7 +1,6 @@
 """Checksums of files: SHA256SUMS in the format of coreutils, and the checksums that the hub's cache records.
 
-The hub identifies a large file by the SHA-256 of its contents, and a small file by git's SHA-1 of the blob. The hub's
-cache stores files under these names.
+The hub identifies a large file by its SHA-256, and a small file by git's SHA-1 of the blob. Its cache uses these names.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ _PIECE = 8 * 2**20
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each file name in ``folder``'s SHA256SUMS; an empty dict if there is no such file.
-
-    Raises CheckpointError.
-    """
+    """Returns the SHA-256 of each file name in ``folder``'s SHA256SUMS; empty without one. Raises CheckpointError."""
     file = folder / NAME
     if not file.is_file():
         return {}
@@ -53,7 +49,6 @@ def parse_sums(text: str, where: str) -> dict[str, str]:
 
 
 def format_sums(sums: Mapping[str, str]) -> str:
-    """Returns the text of SHA256SUMS."""
     return "".join(f"{total}  {name}\n" for name, total in sorted(sums.items()))
 
 

@@ -1,7 +1,7 @@
 """Checkpoint files on disk: which files form a checkpoint, and the names, shapes and dtypes of their tensors.
 
-A checkpoint is a folder or a file. Its format is .safetensors (one file, or several with a
-``*.safetensors.index.json``) or .pt/.pth. This module reads headers only and imports torch only for .pt files.
+A checkpoint is .safetensors (one file, or several with a ``*.safetensors.index.json``) or .pt/.pth. This module reads
+headers only and imports torch only for .pt files.
 """
 
 from __future__ import annotations
@@ -80,10 +80,8 @@ class StoredTensor:
 
 
 def find_files(path: Path) -> tuple[Path, ...]:
-    """Returns the weight files of the checkpoint at ``path``, a folder or a file.
-
-    Raises CheckpointError if there is no checkpoint, if there are several, or if files are missing.
-    """
+    """Returns the weight files at ``path``, a folder or a file. Raises CheckpointError if there is no checkpoint, if
+    there are several, or if files are missing."""
     if path.is_file():
         return _expand(path)
     if not path.is_dir():
@@ -127,10 +125,7 @@ def shard_names(index: Path) -> tuple[str, ...]:
 
 
 def read_headers(files: tuple[Path, ...]) -> dict[str, StoredTensor]:
-    """Returns the description of each stored tensor by name, in the order of the data.
-
-    Raises CheckpointError, which names the damaged file.
-    """
+    """Returns each stored tensor by name, in the order of the data. Raises CheckpointError, which names the file."""
     out: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _pickle_header(file) if is_pickle(file) else _safetensors_header(file):
@@ -147,10 +142,8 @@ def is_pickle(file: Path) -> bool:
 
 
 def load_pickle(file: Path, *, mmap: bool = True) -> dict[str, Any]:
-    """Returns the tensors of a .pt file by name, on the CPU, with ``mmap`` memory-mapped. Raises CheckpointError.
-
-    It runs no code from the file (``weights_only``).
-    """
+    """Returns the tensors of a .pt file by name, on the CPU, with ``mmap`` memory-mapped. Runs no code from the file
+    (``weights_only``). Raises CheckpointError."""
     import torch
 
     try:

@@ -1,8 +1,7 @@
 """Downloads files from the hub with huggingface_hub, and turns its errors and progress into ours.
 
-The library provides the cache, retries, resumption and tokens, and reads its own environment variables (HF_HOME,
-HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). While the process runs, an interrupted download resumes where it stopped.
-Complete files stay in the cache. Without a network, files come from the cache.
+The library reads its own environment variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). While the process
+runs, an interrupted download resumes where it stopped. Complete files stay in the cache, and serve without a network.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _PROBE_TIMEOUT_S = 10.0
 
 class Hub:
     """A hub and its cache. ``endpoint`` and ``cache_dir`` default to the library's settings. With ``offline``, only the
-    cache is used.
-
-    Every method raises DownloadError, whose message names a remedy.
-    """
+    cache is used. Every method raises DownloadError, whose message names a remedy."""
 
     def __init__(
         self,
@@ -92,10 +88,7 @@ class Hub:
         return first
 
     def checksum(self, file: HubFile) -> str | None:
-        """Requests a file's checksum from the hub: the SHA-256 of a large file, git's SHA-1 of a small file's blob.
-
-        Returns None if the hub does not answer or reports no checksum. Downloads nothing.
-        """
+        """The hub's SHA-256 of a large file, git's SHA-1 of a small file's blob. None without an answer."""
         if self._online is None:
             self._online = self._probe(file)
         if not self._online:

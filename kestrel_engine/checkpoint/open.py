@@ -1,7 +1,6 @@
 """Opens the model that a RuntimeConfig names, and loads its weights. This is the entry point of the package.
 
-Opening and loading are two stages, so an invalid setting, a missing file or a failed download is reported before any
-weight is read.
+An invalid setting, a missing file or a failed download is reported before any weight is read.
 """
 
 from __future__ import annotations
@@ -40,12 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model whose files are on this machine and whose settings are valid. Its weights are not read yet.
-
-    ``name``: the name under which it is served. ``plan``: for `load_weights`. ``hint``: an addition to errors about the
-    tensors. ``refiner``: the file of the segmentation refiner, if it is used. ``random_seed``: the seed, if the weights
-    are to be generated.
-    """
+    """A model with files on this machine and valid settings, whose weights are not read yet. ``name``: under which it
+    is served. ``hint``: an addition to errors about the tensors. ``refiner``: the file of the segmentation refiner, if
+    it is used. ``random_seed``: if the weights are to be generated."""
 
     name: str
     config: ModelConfig
@@ -85,10 +81,8 @@ class OpenedModel:
 def open_model(
     runtime: RuntimeConfig, *, hub: Hub | None = None, progress: Progress | None = None
 ) -> OpenedModel:
-    """Resolves the model's name, downloads missing files and checks the files' headers.
-
-    ``progress``: called during downloads. Raises ConfigError (unknown name, or a setting beyond the model's limits),
-    DownloadError, and CheckpointError (missing or damaged files).
+    """Resolves the model's name, downloads missing files and checks the files' headers. Raises ConfigError (unknown
+    name, or a setting beyond the model's limits), DownloadError, and CheckpointError (missing or damaged files).
     """
     if runtime.random_weights:
         return _open_random(runtime)
@@ -126,10 +120,8 @@ def load_weights(
     narrow: str = "wide",
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
-    """Reads and checks the weights of an opened model, or generates them, as ``dtype`` on ``device``.
-
-    ``keep_fp8``: keep experts that are stored in FP8 as they are. ``narrow``: as in `weights.rounding`.
-    Raises as `loader.load_planned` does.
+    """Reads and checks, or generates, the weights of an opened model as ``dtype`` on ``device``. ``keep_fp8``: keep
+    experts that are stored in FP8. ``narrow``: as in `weights.rounding`. Raises as `loader.load_planned`.
     """
     if opened.random_seed is not None:
         from .weights.random_weights import random_checkpoint

@@ -13,10 +13,8 @@ _INTERVAL_S = 2.0
 
 
 def log_progress(action: str) -> Progress:
-    """Returns a callback that logs ``action`` with percentage and size, at most every _INTERVAL_S and at the end.
-
-    It logs nothing if the work ends within the first interval.
-    """
+    """Returns a callback that logs ``action`` with percentage and size, at most every _INTERVAL_S and at the end. It
+    logs nothing if the work ends within the first interval."""
     started_at = last_at = clock.now()
 
     def report(done_bytes: int, total_bytes: int, name: str) -> None:

@@ -1,7 +1,6 @@
 """Loads a segmentation refiner. The shapes of its tensors give its sizes.
 
-The released refiner is a torch file with one dictionary of tensors, under the key ``head``; safetensors files hold the
-same names.
+The released file is torch's: a dictionary of tensors under the key ``head``. Safetensors files have the same names.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from .weights.plan import Faults, checkpoint_error
 def load_refiner(
     file: Path, vision: VisionConfig, *, dtype: torch.dtype, device: torch.device | str
 ) -> Refiner:
-    """Loads a refiner for the vision tower ``vision``.
-
-    Raises CheckpointError for a damaged file, wrong names or shapes, and values that are not finite.
-    """
+    """Loads a refiner for the vision tower ``vision``. Raises CheckpointError for a damaged file, wrong names or
+    shapes, and values that are not finite."""
     stored = {
         name.replace("._orig_mod", "").removeprefix("_orig_mod."): tensor
         for name, tensor in read_headers(find_files(file)).items()

@@ -20,10 +20,8 @@ RELEASED = HubFile("moondream/SegHeadRefiner", "main", "model.pt", flag="--refin
 def find_refiner(
     runtime: RuntimeConfig, model: ModelConfig, files: tuple[Path, ...], hub: Hub
 ) -> Path | None:
-    """Returns the file of the refiner that ``runtime`` names, downloaded if necessary; None for none.
-
-    ``files``: the model's weights. Raises ConfigError for a refiner that doesn't exist or a model that can't segment,
-    and DownloadError.
+    """Returns the file of the refiner that ``runtime`` names, downloaded if necessary; None for none. ``files``: the
+    weights. Raises DownloadError, and ConfigError if it doesn't exist or the model can't segment.
     """
     choice = str(runtime.refiner)
     can_segment = "segment" in model.skills

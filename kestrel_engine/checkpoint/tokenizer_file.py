@@ -1,7 +1,4 @@
-"""Finds the tokenizer.json of a model: the given file, the file beside the weights, or the released file.
-
-It reads a file only to reject the vocabulary of another model.
-"""
+"""Finds the tokenizer.json of a model: the given file, the file beside the weights, or the released file."""
 
 from __future__ import annotations
 
@@ -25,10 +22,8 @@ _END_OF_TEXT = "<|endoftext|>"
 
 
 def find_tokenizer(source: ModelSource, beside: Path | None, config: ModelConfig, hub: Hub) -> Path:
-    """Returns the tokenizer.json to use. ``beside``: the file next to the weights, if it exists.
-
-    Raises ConfigError if there is none or it is another model's, and DownloadError if a download fails.
-    """
+    """``beside``: the file next to the weights, if it exists. Raises ConfigError if there is no file or it is another
+    model's, and DownloadError if a download fails."""
     if isinstance(source.tokenizer, Path):
         if problem := _problem(source.tokenizer, config):
             raise ConfigError("tokenizer_path", str(source.tokenizer), problem)
@@ -51,10 +46,8 @@ def find_tokenizer(source: ModelSource, beside: Path | None, config: ModelConfig
 
 
 def stand_in_tokenizer(path: str | Path | None, config_file: Path | None) -> Path:
-    """Returns the tokenizer.json for generated weights: the given one, the one beside config.json, or the bundled one.
-
-    The bundled tokenizer has few of the ids of a released vocabulary. The other ids decode to an empty text. Raises
-    ConfigError.
+    """Returns the tokenizer.json for generated weights: the given one, the one beside config.json, or the bundled one,
+    which has few of a released vocabulary's ids. The others decode to an empty text. Raises ConfigError.
     """
     if path is not None:
         return tokenizer_file(path)

@@ -1,8 +1,4 @@
-"""Maintenance of a model and a machine: downloading, verifying and diagnosing.
-
-The modules import torch and other large packages. They are imported when their functions are called, so importing this
-package is cheap.
-"""
+"""Maintenance of a model and a machine: downloading, verifying and diagnosing."""
 
 from __future__ import annotations
 

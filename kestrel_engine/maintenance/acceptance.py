@@ -54,11 +54,9 @@ def check_tokenizer(tokenizer: Tokenizer, facts: TokenizerFacts) -> Finding:
 async def accept(
     config: RuntimeConfig, images: Sequence[str] = (), *, progress: Progress | None = None
 ) -> AsyncIterator[Finding]:
-    """Loads the model. Yields a finding for each known answer, then for its speed and its memory. With a precision of
-    8 bits, loads the model without it too, and compares the answers.
-
-    ``images``: paths of pictures that are not bundled. For weights that are given by path, only ``config.model`` says
-    which model they are. Raises KestrelError.
+    """Loads the model. Yields a finding for each known answer, then for its speed and its memory. With a precision of 8
+    bits, loads the model without it too, and compares the answers. ``images``: paths of pictures that are not bundled.
+    For weights that are given by path, only ``config.model`` says which model they are. Raises KestrelError.
     """
     name, release = release_of(config.model)
     if release is None or (name == "kestrel-tiny" and config.model_path is not None):
@@ -204,10 +202,8 @@ def _memory(config: RuntimeConfig, device: str) -> Finding:
 
 
 def distance_of(expected: object, found: object) -> float:
-    """Returns the largest difference between corresponding numbers; infinity if anything else differs.
-
-    ``found`` may have more keys, such as scores.
-    """
+    """Returns the largest difference between corresponding numbers; infinity if anything else differs, but for keys
+    that only ``found`` has."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         if not expected.keys() <= found.keys():
             return float("inf")

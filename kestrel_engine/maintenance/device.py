@@ -1,5 +1,4 @@
-"""Checks of the machine: torch and its CUDA version, the driver, the GPUs, the kernel libraries, libvips, and what
-confines decoders."""
+"""Checks of the machine: torch, CUDA, driver, GPUs, kernel libraries, libvips, and what confines decoders."""
 
 from __future__ import annotations
 
@@ -66,7 +65,6 @@ def driver_version() -> str | None:
 
 
 def check_images() -> Iterator[Finding]:
-    """Checks which image formats can be decoded."""
     import pyvips
 
     from ..preprocess.decoding.open_image import IMAGE_FORMATS
@@ -169,10 +167,8 @@ def _cards(config: RuntimeConfig, driver: str | None) -> Iterator[Finding]:
 
 
 def compiled_for(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Returns whether torch's kernels run on a GPU of ``capability``.
-
-    A GPU runs machine code ("sm") for its generation that is not newer than the GPU. The driver compiles intermediate
-    code ("compute") of any older generation.
+    """Returns whether torch's kernels run on a GPU of ``capability``. A GPU runs machine code ("sm") for its generation
+    that is not newer than the GPU. The driver compiles intermediate code ("compute") of any older generation.
     """
     if not built_for:
         return True

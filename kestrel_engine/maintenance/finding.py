@@ -10,8 +10,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of the check named ``check``. A ``status`` of "warn" means that serving works, but something is slower
-    or missing, or could not be checked. ``remedy``: what the operator can do."""
+    """The result of ``check``. ``status``: "warn" if serving works but something is slower, missing or unchecked."""
 
     check: str
     status: Status

@@ -1,7 +1,4 @@
-"""Checks whether the configured model is on this machine and fits into memory.
-
-It reads the headers of files. It reads no weights and does not use the network.
-"""
+"""Whether the configured model is on this machine and fits into memory. Reads headers only, and uses no network."""
 
 from __future__ import annotations
 

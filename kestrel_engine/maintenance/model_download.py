@@ -47,10 +47,8 @@ def download(
     progress: Progress | None = None,
 ) -> Download:
     """Downloads missing files into the hub's cache, and checks that the tensors' names and shapes are the model's.
-
     ``to``: copies all files to this folder, or uploads them to s3://BUCKET/PREFIX, under names that --weights finds,
-    and writes SHA256SUMS. Raises ConfigError, DownloadError and CheckpointError.
-    """
+    and writes SHA256SUMS. Raises ConfigError, DownloadError and CheckpointError."""
     if is_address(to):
         to = ModelBucket(parse_address("to", str(to)))
     opened = open_model(config, hub=hub, progress=progress)

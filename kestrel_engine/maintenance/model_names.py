@@ -8,18 +8,14 @@ from ..config.runtime import RuntimeConfig
 
 
 def check_names(config: RuntimeConfig) -> None:
-    """Checks that the model, the paths and the device of ``config`` exist, as creating an engine does.
-
-    It imports torch only if ``config`` names a CUDA device. Raises ConfigError.
-    """
+    """Checks that model, paths and device exist. Imports torch only for CUDA devices. Raises ConfigError."""
     served_name(config)
     if config.device.startswith("cuda"):
         check_device(config)
 
 
 def served_name(config: RuntimeConfig) -> str:
-    """The name under which the model of ``config`` will be served, whose paths exist. Does not import torch. Raises
-    ConfigError."""
+    """The name under which the model of ``config`` will be served. Does not import torch. Raises ConfigError."""
     if config.random_weights:
         return random_name(architecture(config.model, config.model_path)[0])
     return resolve(config.model, config.model_path, config.tokenizer_path).name

@@ -77,8 +77,7 @@ def verify(
 def _released_checksums(
     config: RuntimeConfig, files: Mapping[str, Path], hub: Hub
 ) -> dict[str, tuple[str, str]]:
-    """Returns checksums and their sources, if ``config.model`` names the model: of the catalogue, or else of the hub,
-    for files without a recorded one."""
+    """Returns checksums and their sources, if ``config.model`` names the model: of the catalogue, else of the hub."""
     try:
         source = resolve(config.model)
     except ConfigError:
@@ -116,10 +115,7 @@ def _checksums(
     record: bool,
     progress: Progress | None,
 ) -> Finding:
-    """Compares the files with the ``released`` checksums, or else with their recorded ones.
-
-    Raises CheckpointError and OSError.
-    """
+    """Compares files with the ``released`` or else their recorded checksums. Raises CheckpointError and OSError."""
     expected: dict[str, str] = {}
     sources: dict[str, None] = {}
     for name, file in files.items():

@@ -1,6 +1,6 @@
 """What is known of each model's release: checksums, ids of its tokenizer, answers, speed.
 
-The facts of the released Moondream models come from public repositories. Nobody of this project has run these models.
+The facts come from public repositories. Nobody of this project has run these models.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ decoders may shift one by a few of these steps."""
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a known answer: bundled at ``path``, drawn by ``draw`` (RGB [H, W, 3] uint8), or the user's file
-    with the checksum ``sha256``. ``described``: what it is. Without any of them it is the user's picture that no
-    checksum names."""
+    """A picture of a known answer: bundled at ``path``, drawn by ``draw`` (RGB [H, W, 3] uint8), or the user's file,
+    with the checksum ``sha256`` if it is known. ``described``: what it is."""
 
     described: str
     path: Path | None = None
@@ -38,11 +37,9 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """The answer of ``skill``. What is not set is not compared.
-
-    ``output``: the answer's parts, whose numbers may differ by TOLERANCE. ``token_ids``: all ids of the answer.
-    ``says``: words in its text. ``at_least``: number of objects. ``is_sure``: whether another answer means a fault.
-    """
+    """The answer of ``skill``. What is not set is not compared. ``output``: the answer's parts, whose numbers may
+    differ by TOLERANCE. ``token_ids``: all ids of the answer. ``says``: words in its text. ``at_least``: number of
+    objects. ``is_sure``: whether another answer means a fault."""
 
     skill: str
     arguments: Mapping[str, Any]

@@ -1,8 +1,6 @@
 """The attention interface of the text decoder, and its implementation in plain torch over a paged KV cache.
 
-The decoder passes the queries, keys and values of a flat batch of tokens. The implementation decides where keys are
-stored and which keys each query attends to, so another implementation can replace this one without a change to the
-decoder.
+The implementation decides where the keys of a flat batch of tokens are stored and which keys each query attends to.
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ class Attention(Protocol):
     """Attention of one forward pass. Each batch has an object of its own."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores ``k`` and ``v`` and returns the attention output, in the shape of ``q``.
-
-        ``q``, ``k``, ``v``: [num_tokens, num_heads, head_dim].
-        """
+        """Stores ``k`` and ``v`` and returns the attention output, in the shape of ``q``. ``q``, ``k``, ``v``:
+        [num_tokens, num_heads, head_dim]."""
         ...
 
 
@@ -34,10 +30,10 @@ class Attention(Protocol):
 class Span:
     """Consecutive queries of one sequence that attend to the same run of keys, from position 0 on.
 
-    ``queries``: the rows of the queries in the flat batch. ``fresh``: the rows of the keys in the flat batch, if the
-    batch holds all of them. Otherwise ``slots`` are the slots of the keys in the KV cache, by position; a slice, which
-    avoids a copy, if the pages are consecutive. ``mask``: [queries, keys] bool, True where a query attends to a key.
-    Without a mask and with ``causal`` False, every query attends to every key.
+    ``queries``: the rows of the queries in the flat batch. ``fresh``: the rows of the keys, if the batch holds all of
+    them. Otherwise ``slots`` are the slots of the keys in the KV cache, by position; a slice, which avoids a copy, if
+    the pages are consecutive. ``mask``: [queries, keys] bool, True where a query attends to a key. Without it and with
+    ``causal`` False, every query attends to every key.
     """
 
     queries: slice
@@ -50,11 +46,9 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Group:
     """One query of each of several sequences that begin with the same pages, which are read once for all of them.
-
-    ``queries``: [n] int64, the rows of the queries in the flat batch. ``shared``: the slots of the positions that all
-    sequences have in common. ``own``: [n, longest] int64, the slots of each sequence's further positions, padded with
-    slots that hold finite numbers. ``unseen``: [n, 1, longest] bool, True for the padding.
-    """
+    ``queries``: [n] int64, their rows in the flat batch. ``shared``: the slots of the positions that all sequences
+    share. ``own``: [n, longest] int64, the slots of further positions, padded with slots that hold finite numbers.
+    ``unseen``: [n, 1, longest] bool, True for the padding."""
 
     queries: Tensor
     shared: slice | Tensor
@@ -63,12 +57,10 @@ class Group:
 
 
 class PagedAttention:
-    """Scaled dot product attention, span by span and group by group, over keys and values gathered from pages.
-
-    ``key_pool``, ``value_pool``: [layers, num_slots, heads, head_dim]. ``slots``: [num_tokens] int64, the slot of each
-    token of the batch. ``scales``: for each layer, the scales of an FP8 KV cache; None if the cache has the model's
-    dtype. Queries attend to ``fresh`` keys and values as they were before rounding.
-    """
+    """Scaled dot product attention over keys and values gathered from pages. ``key_pool``, ``value_pool``: [layers,
+    num_slots, heads, head_dim]. ``slots``: [num_tokens] int64, the slot of each token of the batch. ``scales``: for
+    each layer, those of an FP8 KV cache; None if the cache has the model's dtype. Queries attend to ``fresh`` keys and
+    values as they were before rounding."""
 
     def __init__(
         self,
@@ -105,11 +97,9 @@ class PagedAttention:
 
 class PrefixAttention:
     """Attention of rows that each begin with an image: BOS and the image attend to each other, and the positions after
-    them as ``mask`` says. It stores nothing and permits gradients.
-
-    The flat batch has all positions of one row after another. ``mask``: [rows, 1, length, prefix + length] bool, True
-    where a position after the prefix attends to a key. ``text_only``: return no prefix positions.
-    """
+    them as ``mask`` says. It stores nothing and permits gradients. The flat batch has all positions of one row after
+    another. ``mask``: [rows, 1, length, prefix + length] bool, True where a position after the prefix attends to a key.
+    ``text_only``: return no prefix positions."""
 
     def __init__(self, mask: Tensor, *, text_only: bool = False) -> None:
         self._mask, self._text_only = mask, text_only
@@ -141,9 +131,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
 
 def _attend_group(q: Tensor, pools: Sequence[tuple[Tensor, float]], group: Group) -> Tensor:
     """Attention of ``q`` [n, heads, head_dim], in the same shape: one float32 softmax over shared and own positions.
-
-    ``pools``: the pool of keys and the pool of values, each with its scale.
-    """
+    ``pools``: the pool of keys and the pool of values, each with its scale."""
     n, heads, size = q.shape
     # Shared: [heads, positions, head_dim]. Own: [n * heads, positions, head_dim].
     shared_k, shared_v = (

@@ -1,7 +1,6 @@
 """The format of keys and values in the KV cache: the model's dtype, or float8_e4m3fn with two scales for each layer.
 
-This module defines what a stored number means (times its scale, it is the real value) and reads and writes it with
-torch. The kernels use the same format and the same rounding.
+A stored number times its scale is the real value. The kernels use the same format and the same rounding.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ UNSCALED: Scales = (1.0, 1.0)
 
 
 def store(pool: Tensor, slots: Tensor, x: Tensor, scale: float) -> None:
-    """Writes ``x`` [n, heads, head_dim] to ``slots`` [n] of ``pool`` [num_slots, heads, head_dim].
-
-    An FP8 pool stores ``x / scale``, rounded to the nearest value with ties to even and clamped to +-`LARGEST`. NaN
-    stays NaN.
+    """Writes ``x`` [n, heads, head_dim] to ``slots`` [n] of ``pool`` [num_slots, heads, head_dim]. An FP8 pool stores
+    ``x / scale``, rounded to the nearest value with ties to even and clamped to +-`LARGEST`. NaN stays NaN.
     """
     if pool.dtype != EIGHT_BITS:
         pool.index_copy_(0, slots, x)
@@ -34,10 +31,8 @@ def store(pool: Tensor, slots: Tensor, x: Tensor, scale: float) -> None:
 
 
 def gather(pool: Tensor, slots: slice | Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Returns the real values at ``slots`` [...] of ``pool`` [num_slots, ...].
-
-    They have ``dtype`` if the pool is FP8, else the pool's dtype. With a slice, a pool that is not FP8 returns a view.
-    """
+    """Returns the real values at ``slots`` [...] of ``pool`` [num_slots, ...]. They have ``dtype`` if the pool is FP8,
+    else the pool's dtype. With a slice, a pool that is not FP8 returns a view."""
     stored = _bytes(pool)
     # On a CPU, index_select is faster than indexing with a tensor: 81 against 486 us for 745 positions of 256 numbers.
     found = stored[slots] if isinstance(slots, slice) else stored.index_select(0, slots)

@@ -18,8 +18,7 @@ from ..types.adapter import Change
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """The change of one linear layer. ``a``: [rank, in]. ``b``: [out, rank]. For experts both have a first dimension
-    more, [experts, rank, in] and [experts, out, rank]."""
+    """The change of one linear layer. ``a``: [rank, in]. ``b``: [out, rank]. Experts add a first dimension to both."""
 
     a: Tensor
     b: Tensor
@@ -64,7 +63,6 @@ class OneAdapter:
     changes: Changes
 
     def add_(self, module: str, x: Tensor, y: Tensor) -> None:
-        """As ``Adapters.add_``."""
         change = self.changes.get(module)
         if change is not None:
             y.add_(change(x))
@@ -89,7 +87,6 @@ class TokenAdapters:
         ]
 
     def of(self, tokens: Tensor) -> TokenAdapters:
-        """As ``TextAdapters.of``."""
         owners = [self._owners[token] for token in tokens.tolist()]
         return TokenAdapters(owners, self._changes, self._device)
 
@@ -98,7 +95,6 @@ class TokenAdapters:
         self._add(module, x, y, None)
 
     def add_expert_(self, module: str, index: int, x: Tensor, y: Tensor) -> None:
-        """As ``TextAdapters.add_expert_``."""
         self._add(module, x, y, index)
 
     def _add(self, module: str, x: Tensor, y: Tensor, expert: int | None) -> None:

@@ -1,7 +1,6 @@
 """Moondream 2 and 3: the vision tower, the text decoder and the region model.
 
-A model is built from a ModelConfig and a complete checkpoint. The checkpoint loader checks names and shapes. All calls
-expect ``torch.inference_mode``. A model keeps no state between calls.
+The checkpoint loader checks names and shapes. All calls expect ``torch.inference_mode``. A model keeps no state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The segmentation refiner: sharpens a coarse mask with two depths of the vision tower (moondream.md section 9.6).
 
-The network reads the features of one crop and a mask of it. It gives four candidate masks, and estimates the
-intersection over union of each with the truth. `refine` applies it five times; the best candidate is the next mask.
+From the features of one crop and a mask of it, the network gives four candidate masks and estimates the intersection
+over union of each with the truth. `refine` applies it five times; the best candidate is the next mask.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ SCALE = 8
 
 @dataclass(frozen=True, slots=True)
 class RefinerConfig:
-    """The sizes of a refiner, which follow from the shapes of its tensors.
-
-    ``dim``: width of the tokens, 256 as released; a multiple of 32. ``enc_dim`` and ``grid``: width and patches a side
-    of the vision tower. ``mlp_dim``: inner width of the blocks' MLPs.
-    """
+    """``dim``: width of the tokens, 256 as released; a multiple of 32. ``enc_dim`` and ``grid``: width and patches a
+    side of the vision tower. ``mlp_dim``: inner width of the blocks' MLPs."""
 
     dim: int
     enc_dim: int
@@ -39,10 +36,7 @@ class RefinerConfig:
 
 
 def early_block(num_blocks: int) -> int:
-    """Returns the index of the tower's block whose output the refiner reads: 8 of 27 blocks, as released.
-
-    For other towers the choice is ours: the last block of the first third.
-    """
+    """The block of the tower whose output the refiner reads: 8 of 27, as released; else the last of the first third."""
     return max(num_blocks // 3 - 1, 0)
 
 
@@ -184,10 +178,8 @@ class Refiner(nn.Module):
         return fused
 
     def forward(self, image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """``image``: from `image`. ``mask`` [n, side, side] in 0..1.
-
-        Returns the logits of the candidates [n, 4, side, side], and their estimated IoUs [n, 4].
-        """
+        """``image``: from `image`. ``mask`` [n, side, side] in 0..1. Returns the logits of the candidates [n, 4, side,
+        side], and their estimated IoUs [n, 4]."""
         encoded = self.mask_encoder(mask.unsqueeze(1).to(self.dtype))
         features = image + _resize(encoded, self.config.grid)
         pixels = features.flatten(2).transpose(1, 2)
@@ -208,8 +200,7 @@ class Refiner(nn.Module):
 
     def refine(self, final: Tensor, early: Tensor, mask: Tensor) -> Tensor:
         """Applies the head `ITERATIONS` times. ``final``, ``early``: as for `image`. ``mask`` [n, side, side], 0 or 1.
-
-        Returns the probabilities [n, side, side] float32 of the candidate with the best estimate in the last iteration.
+        Returns the probabilities [n, side, side] float32 of the last iteration's candidate with the best estimate.
         """
         image = self.image(final, early)
         for _ in range(ITERATIONS):

@@ -1,7 +1,6 @@
 """The vision tower: encodes the crops of an image to one embedding [grid * grid, dim] (moondream.md sections 4 and 5).
 
-A crop and the pooled image each have ``VisionConfig.grid`` patches a side. The ``preprocess`` package decodes images
-and cuts them into crops.
+A crop and the pooled image each have ``VisionConfig.grid`` patches a side.
 """
 
 from __future__ import annotations
@@ -56,11 +55,9 @@ class VisionModel:
         self.projector = Mlp.load(tensors, "vision.proj_mlp")
 
     def encode_images(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
-        """Returns the embedding [grid * grid, proj_out_dim] of each image.
-
-        ``images``: for each image its crops [n, crop_size, crop_size, 3] uint8 and its tiling (rows, columns). An image
-        with a tiling of (1, 1) has two equal crops; only one of them is encoded.
-        """
+        """Returns the embedding [grid * grid, proj_out_dim] of each image. ``images``: for each its crops [n,
+        crop_size, crop_size, 3] uint8 and its tiling (rows, columns). Of the two equal crops of (1, 1), one is
+        encoded."""
         needed = [crops[: num_distinct(len(crops), tiling)] for crops, tiling in images]
         features = self.encode_crops(torch.cat(needed))
         pieces = torch.split(features, [len(crops) for crops in needed])
@@ -69,10 +66,7 @@ class VisionModel:
     def embed(
         self, features: Tensor, tiling: tuple[int, int], adapters: Adapters | None = None
     ) -> Tensor:
-        """Returns an image's embedding [grid * grid, proj_out_dim].
-
-        ``features``: [n, patches, enc_dim] of the image's distinct crops.
-        """
+        """Returns an image's embedding [grid * grid, proj_out_dim]. ``features``: [n, patches, enc_dim]."""
         return self.project(*self.overview_and_pooled(features, tiling), adapters)
 
     def overview_and_pooled(
@@ -83,11 +77,9 @@ class VisionModel:
         return features[0], self.pool(self.stitch(local, tiling))
 
     def encode_crops(self, crops: Tensor, adapters: Adapters | None = None) -> Tensor:
-        """Encodes ``crops`` [n, crop_size, crop_size, 3] uint8 on any device, all with the same adapter.
-
-        Returns [n, patches, enc_dim], the output of the last LayerNorm. On a CPU, the result for a crop has the same
-        bits whatever the other crops are.
-        """
+        """Encodes ``crops`` [n, crop_size, crop_size, 3] uint8 on any device, all with the same adapter. Returns [n,
+        patches, enc_dim], the output of the last LayerNorm. On a CPU, the result for a crop has the same bits whatever
+        the other crops are."""
         depth = len(self.blocks)
         return torch.cat(
             [self.post_ln(self._until(some, depth, adapters)) for some in self._passes(crops)]
@@ -110,11 +102,8 @@ class VisionModel:
     def encode_two_depths(
         self, crops: Tensor, early: int, adapters: Adapters | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Encodes ``crops`` as `encode_crops` does, in one pass of at most `CROPS_PER_PASS`.
-
-        Returns two tensors [n, patches, enc_dim]: the output of the last LayerNorm, and the residual stream after block
-        ``early``, counted from 0.
-        """
+        """As `encode_crops`, in one pass of at most `CROPS_PER_PASS`, with the residual stream after block ``early``,
+        counted from 0, as a second result [n, patches, enc_dim]."""
         assert len(crops) <= CROPS_PER_PASS, len(crops)
         x = self._embed_patches(crops)
         for block in self.blocks[: early + 1]:
@@ -130,10 +119,8 @@ class VisionModel:
         return self.patch_emb(x) + self.pos_emb
 
     def stitch(self, local: Tensor, tiling: tuple[int, int]) -> Tensor:
-        """Joins the features of tiles [th * tw, patches, enc_dim] to one grid [rows, columns, enc_dim].
-
-        ``tiling``: (th, tw). Overlapping patches are cut off.
-        """
+        """Joins the features of tiles [th * tw, patches, enc_dim] to one grid [rows, columns, enc_dim]. ``tiling``:
+        (th, tw). Overlapping patches are cut off."""
         grid, margin = self.config.grid, self.config.overlap_margin
         th, tw = tiling
         assert local.shape[:2] == (th * tw, grid * grid), (tuple(local.shape), tiling, grid)
@@ -149,20 +136,16 @@ class VisionModel:
         return torch.cat(rows)
 
     def pool(self, stitched: Tensor) -> Tensor:
-        """Averages ``stitched`` [rows, columns, enc_dim] to [grid * grid, enc_dim], in float32.
-
-        On an axis of S cells, output cell k averages the input cells from floor(k S / grid) up to, and not including,
-        ceil((k + 1) S / grid).
+        """Averages ``stitched`` [rows, columns, enc_dim] to [grid * grid, enc_dim], in float32. On an axis of S cells,
+        cell k of the output averages the input cells from floor(k S / grid) to ceil((k + 1) S / grid), exclusive.
         """
         grid = self.config.grid
         pooled = F.adaptive_avg_pool2d(stitched.float().permute(2, 0, 1), (grid, grid))
         return pooled.flatten(1).T.to(stitched.dtype)
 
     def project(self, overview: Tensor, pooled: Tensor, adapters: Adapters | None = None) -> Tensor:
-        """Projects the features of the overview crop and the pooled features of the tiles, both [patches, enc_dim].
-
-        Returns the image's embedding [patches, proj_out_dim].
-        """
+        """Projects the features of the overview crop and the pooled features of the tiles, both [patches, enc_dim], to
+        the image's embedding [patches, proj_out_dim]."""
         return self.projector(torch.cat([overview, pooled], dim=-1), adapters)
 
 
@@ -172,10 +155,8 @@ def num_distinct(num_crops: int, tiling: tuple[int, int]) -> int:
 
 
 def patches(crops: Tensor, size: int) -> Tensor:
-    """Cuts ``crops`` [n, S, S, 3] uint8 into patches: [n, (S / size)^2, 3 * size^2] float32 in [-1, 1].
-
-    Within a patch, the order is channel, row, column.
-    """
+    """Cuts ``crops`` [n, S, S, 3] uint8 into patches: [n, (S / size)^2, 3 * size^2] float32 in [-1, 1]. Within a patch,
+    the order is channel, row, column."""
     n, side, _, channels = crops.shape
     cells = crops.view(n, side // size, size, side // size, size, channels)
     rows = cells.permute(0, 1, 3, 5, 2, 4).reshape(n, -1, channels * size * size)

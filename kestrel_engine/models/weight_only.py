@@ -227,10 +227,8 @@ def scale_of(weight: str) -> str:
 def to_groups(
     q: Tensor, scale: Tensor, zero: Tensor, shape: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Returns a weight of ``shape`` [..., N, K] in the third form, and its scales.
-
-    ``q``: [..., n / g, g] uint8. ``scale``, ``zero``: [..., n / g, 1]. K is a multiple of 2 g.
-    """
+    """Returns a weight of ``shape`` [..., N, K] in the third form, and its scales. ``q``: [..., n / g, g] uint8.
+    ``scale``, ``zero``: [..., n / g, 1]. K is a multiple of 2 g."""
     pairs = q.reshape(*shape[:-1], -1, 2, q.shape[-1])
     numbers = (pairs[..., 0, :] << 4 | pairs[..., 1, :]).flatten(-2)
     dtype = scale.dtype if scale.dtype == zero.dtype else torch.float32

@@ -1,8 +1,7 @@
 """Content keys of crops, by which the engine recognises crops that repeat in other images.
 
-If the crops are there, a key is a hash of a crop's pixels. If the device makes them, a key is a hash of the pixels of
-the image that the crop is computed from, and of the crop's place: a crop is a function of these. So the crops that
-repeat are known before any crop is made.
+A key is a hash of a crop's pixels. If the device makes the crops, it is a hash of the image's pixels that the crop is
+computed from, and of the crop's place, so that keys are known before any crop is made.
 """
 
 from __future__ import annotations
@@ -49,11 +48,9 @@ def cell_digests(
     known: tuple[np.ndarray, tuple[bytes, ...]] | None = None,
 ) -> tuple[bytes, ...]:
     """Returns the SHA-256 of each cell of an image, the parts of which its crops are computed. Together they determine
-    its pixels. ``pixels``: [height, width, 3] uint8. Blocks.
-
-    ``known``: another image of the same size, and its result. A cell that is equal there is compared only, which takes
-    a tenth of the time of a hash. If all are, the result is that of ``known`` itself.
-    """
+    its pixels. ``pixels``: [height, width, 3] uint8. Blocks. ``known``: another image of the same size, and its result.
+    An equal cell is not hashed, which takes ten times as long as comparing. If all cells are equal, the result is that
+    of ``known`` itself."""
     height, width, _ = pixels.shape
     cells = _cells(width, height, select_tiling(width, height, vision), vision)
     places = cells.places
@@ -102,7 +99,6 @@ def _changed(pixels: np.ndarray, other: np.ndarray, cells: _Cells) -> list[int]:
 
 
 def _digests(parts: list[np.ndarray], run: Run | None) -> list[bytes]:
-    """Returns the SHA-256 of each part."""
     found = [b""] * len(parts)
 
     def digest(index: int) -> None:
@@ -125,7 +121,7 @@ def _key(header: tuple[object, ...], digests: Iterable[bytes]) -> str:
 @dataclass(frozen=True, slots=True)
 class _Cells:
     """The parts of an image between the edges of what its tiles read, ``tops`` and ``lefts``, row by row. ``places``:
-    rows and columns of each. ``read_by``: for each distinct crop, its place, and the cells that it reads."""
+    rows and columns of each. ``read_by``: for each distinct crop, its place and its cells."""
 
     tops: tuple[int, ...]
     lefts: tuple[int, ...]
@@ -157,8 +153,7 @@ def _cells(width: int, height: int, tiling: tuple[int, int], vision: VisionConfi
 def _tiles_read(
     width: int, height: int, tiling: tuple[int, int], vision: VisionConfig
 ) -> list[tuple[_Range, _Range]]:
-    """Returns the rows and columns of the image that each tile is computed from. A single tile equals the overview and
-    is left out."""
+    """Returns the rows and columns that each tile is computed from, but for a single tile, the overview."""
     if tiling == (1, 1):
         return []
     down, across = tiling

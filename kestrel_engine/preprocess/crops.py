@@ -1,7 +1,4 @@
-"""Makes the model's crops: tiling, resizing, content key. Owns the geometry of moondream.md section 4.
-
-This module knows no file format and no tensor. The runtime normalises the crops to floats.
-"""
+"""Makes the model's crops: tiling, resizing, content key. Owns the geometry of moondream.md section 4."""
 
 from __future__ import annotations
 
@@ -40,9 +37,7 @@ all are done. Raises the error of a piece."""
 
 
 def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, int]:
-    """Returns (rows, columns) of local crops for an image of ``width`` x ``height`` pixels (moondream.md section 4,
-    step 2).
-
+    """Returns (rows, columns) of local crops (moondream.md section 4, step 2). ``width``, ``height``: in pixels.
     Usually there are at most ``vision.max_crops`` crops. For extreme shapes, a single row or column may exceed this, as
     in the reference. ``vision.budget``, if it is set, is the limit in place of this one, and cuts them.
     """
@@ -69,8 +64,7 @@ def select_tiling(width: int, height: int, vision: VisionConfig) -> tuple[int, i
 
 
 def device_makes_crops(width: int, height: int, vision: VisionConfig, device_pixels: int) -> bool:
-    """Whether an image of ``width`` x ``height`` pixels is prepared without crops, because the device makes them. The
-    device does so for images of up to ``device_pixels`` (0: for none), and only for sizes with exact results."""
+    """Whether the device makes the crops: of images of up to ``device_pixels``, for sizes with exact results."""
     rows, columns = select_tiling(width, height, vision)
     to_width = vision.crop_window * (columns - 1) + vision.crop_size
     to_height = vision.crop_window * (rows - 1) + vision.crop_size
@@ -80,8 +74,7 @@ def device_makes_crops(width: int, height: int, vision: VisionConfig, device_pix
 def stored_shape(
     width: int, height: int, vision: VisionConfig, device_pixels: int
 ) -> tuple[int, ...]:
-    """Returns the shape of what ``cut_crops`` makes: of the pixels if the device makes the crops, or else of the
-    crops."""
+    """Returns the shape of what ``cut_crops`` makes: the pixels if the device makes the crops, else the crops."""
     if device_makes_crops(width, height, vision, device_pixels):
         return height, width, 3
     rows, columns = select_tiling(width, height, vision)
@@ -89,8 +82,7 @@ def stored_shape(
 
 
 def region_of(image: DecodedImage, key: str, region: ImageRegion) -> DecodedImage:
-    """Returns a part of a finished image as an image of its own. Its key follows from the image's ``key`` and its
-    place."""
+    """Returns a part of a finished image as an image. Its key follows from the image's ``key`` and its place."""
     bottom, right = region.top + region.height, region.left + region.width
     pixels = np.ascontiguousarray(image.pixels[region.top : bottom, region.left : right])
     identity = (key.encode(), repr(region).encode())
@@ -112,20 +104,16 @@ def cut_crops(
     device_pixels: int = 0,
     in_place: bool = False,
 ) -> PreparedImage:
-    """Decodes, tiles and resizes an image. The crops equal those of the reference, byte for byte. Blocks, so call it in
-    a worker thread.
+    """Decodes, tiles and resizes an image. The crops equal those of the reference, byte for byte. Blocks.
 
     The key is made from the encoded bytes, or from the pixels of an image that was not encoded, and from the geometry
-    and PREPROCESS_VERSION. Two encodings of the same pixels have different keys: a hash of the pixels would take as
-    long as a third of decoding. Resizing is libvips' ``resize`` of the whole image with its default kernels (bicubic to
+    and PREPROCESS_VERSION. Resizing is libvips' ``resize`` of the whole image with its default kernels (bicubic to
     enlarge, Lanczos 3 to shrink). Raises the errors of ``image.decode``.
 
-    Args:
-        run: Calls the pieces of work: decoding, the key, and bands of rows. None calls them in this thread, which takes
-            the least processor time; several threads give the shortest delay. The crops are the same.
-        allocate: Allocates the memory of crops or pixels.
-        device_pixels: As in ``device_makes_crops``. If the device makes the crops, the result holds the pixels instead.
-        in_place: Whether the image's own pixels are in memory of ``allocate``, so that the result holds these.
+    ``run``: calls the pieces of work: decoding, the key, and bands of rows; None calls them in this thread, which takes
+    the least processor time. ``allocate``: allocates the memory of crops or pixels. ``device_pixels``: as in
+    ``device_makes_crops``; if the device makes the crops, the result holds the pixels instead. ``in_place``: whether
+    the image's own pixels are in memory of ``allocate``, so that the result holds these.
     """
     side, window = vision.crop_size, vision.crop_window
     rows, columns = select_tiling(image.width, image.height, vision)
@@ -180,11 +168,9 @@ def _copy(image: DecodedImage, pixels: np.ndarray) -> None:
 
 
 class _Resized:
-    """An image that is resized to a grid of tiles. Pixels are computed only when they are written.
-
-    ``tiles``: the output, [rows, columns, side, side, 3] uint8. Neighbouring tiles begin ``window`` pixels apart, in
-    both directions. The aspect ratio is not kept.
-    """
+    """An image that is resized to a grid of tiles. Pixels are computed only when they are written. ``tiles``: the
+    output, [rows, columns, side, side, 3] uint8. Neighbouring tiles begin ``window`` pixels apart in both directions.
+    The aspect ratio is not kept."""
 
     def __init__(self, source: DecodedImage, tiles: np.ndarray, window: int) -> None:
         rows, columns, side, _, _ = tiles.shape
@@ -194,7 +180,6 @@ class _Resized:
         self._lock = threading.Lock()
 
     def write_all(self) -> None:
-        """Writes all tiles."""
         self._write(0, self._height)
 
     def bands(self) -> list[tuple[int, Piece]]:
@@ -206,16 +191,15 @@ class _Resized:
         return found
 
     def _rows_needed(self, bottom: int) -> int:
-        """Returns a number of the image's rows that includes all rows that libvips reads to compute the result above
-        ``bottom``. Lanczos 3 reads 3.5 rows of the result ahead, after a shrink by a whole number. Bicubic reads at
-        most 4 more."""
+        """Returns a number of the image's rows that libvips may read to compute the result above ``bottom``. Lanczos 3
+        reads 3.5 rows of the result ahead, after a shrink by a whole number. Bicubic reads at most 4 more.
+        """
         height = self._source.height
         step: float = height / self._height
         return min(height, math.ceil(bottom * step + 8 * max(1.0, step)) + 8)
 
     def _pipeline(self) -> pyvips.Image:
-        """Returns libvips' resizing, which computes on demand. The first piece builds it, which takes half a
-        millisecond."""
+        """Returns libvips' resizing, which computes on demand. The first piece builds it, in half a millisecond."""
         with self._lock:
             if self._image is None:
                 h, w, bands = self._source.pixels.shape

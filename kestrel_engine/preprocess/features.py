@@ -1,7 +1,7 @@
 """ImageFeatures: the embedding of an image in place of its pixels. Owns what features must be, and what needs pixels.
 
-Another device ran the tower: `Embed` gave the features, one vector for each patch. Each request brings its own, so no
-request can change what another sees. Their key is a hash of the numbers in the namespace of the caller.
+`Embed` gave the features. Each request brings its own, so no request can change what another sees. Their key is a hash
+of the numbers in the namespace of the caller.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ def _check_numbers(vectors: np.ndarray) -> None:
 def check_features(
     image: PreparedImage, skill: SkillRequest, adapter: Adapter | None, at: FieldPath
 ) -> None:
-    """Checks what a request asks of an image, if it has features in its place. ``at``: the image's path. Raises
-    InvalidRequest."""
+    """Checks what a request asks of features in place of an image. ``at``: the path. Raises InvalidRequest."""
     if image.features is None:
         return
     if skill.pixels_field is not None:

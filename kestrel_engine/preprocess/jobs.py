@@ -48,8 +48,7 @@ class HeaderSize(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ImageJob:
-    """An image that waits or is being decoded. ``waiters``: the number of its callers. ``cost``: None until a decoder
-    has read the header."""
+    """An image that waits or is being decoded. ``waiters``: its callers. ``cost``: None until its header is read."""
 
     payload: bytes | np.ndarray | None
     """None once no request needs it."""

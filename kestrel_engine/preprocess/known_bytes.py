@@ -1,7 +1,6 @@
 """KnownBytes: encoded images that came before, with their digests, so that a repeated one need not be hashed.
 
-Most callers send an image again when they ask about it again. It takes 0.1 ms to compare two megabytes, and 1.3 to
-compute their SHA-256 on a processor with instructions for it (one core of an AMD EPYC); 150 kB take 0.004 and 0.1 ms.
+To compare two megabytes takes 0.1 ms, to compute their SHA-256 1.3 (one core of an AMD EPYC).
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class KnownBytes:
             self._kept.keep(_mark(source, namespace), (source, digest), num_bytes)
 
     def flush(self) -> None:
-        """Drops all images."""
         self._kept.flush()
 
 

@@ -1,7 +1,4 @@
-"""Regions, tiles and budgets: what a request looks at in an image. Owns their limits, and how regions and tiles lie.
-
-This module knows no pixels and no model.
-"""
+"""Regions, tiles and budgets: what a request looks at in an image. Owns their limits, and how regions and tiles lie."""
 
 from __future__ import annotations
 
@@ -32,9 +29,7 @@ _SNAP_PX = 0.01
 @dataclass(frozen=True, slots=True, eq=False)
 class InRegion:
     """A part of an image, in place of the image. Results and spatial references have coordinates of the whole image.
-
-    ``source``: the image, in any form, or Mirrored. ``box``: x_min, y_min, x_max, y_max as fractions of the upright
-    image.
+    ``source``: the image, in any form, or Mirrored. ``box``: x_min, y_min, x_max, y_max as fractions of the image.
     """
 
     source: Any
@@ -51,11 +46,9 @@ class Mirrored:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
     """How an image is cut into overlapping tiles of one size. Raises InvalidRequest for values beyond the limits.
-
     ``rows`` times ``columns`` is 2 to MAX_TILES. ``overlap``: the part of a tile's width and height that it shares with
     its neighbour, in [0, MAX_OVERLAP]. ``whole_image``: whether the request also looks at the whole image, which finds
-    the objects that are larger than a tile.
-    """
+    the objects that are larger than a tile."""
 
     rows: int
     columns: int
@@ -97,10 +90,8 @@ class Tiled:
 @dataclass(frozen=True, slots=True, eq=False)
 class InCrops:
     """An image that the model sees in at most ``max_crops`` tiles beside the overview, in place of the image.
-
-    ``source``: the image, in any form, or an InRegion of it. The model's own tiling chooses the tiles with this limit
-    in place of its own, which it may not exceed. 1: the overview alone.
-    """
+    ``source``: the image, in any form, or an InRegion. The limit may not exceed the model's own. 1: the overview
+    alone."""
 
     source: Any
     max_crops: int

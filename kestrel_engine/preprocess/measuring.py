@@ -12,8 +12,8 @@ from .looks import Selection, look_size, regions
 
 
 class MeasuredImage(NamedTuple):
-    """``size``: width and height in pixels of the whole upright image. ``crops``: how many the tower would read, for
-    each look at it."""
+    """``size``: width and height in pixels of the whole upright image. ``crops``: those that the tower reads, by
+    look."""
 
     size: tuple[int, int]
     crops: tuple[int, ...]
@@ -22,8 +22,7 @@ class MeasuredImage(NamedTuple):
 def measured(
     size: tuple[int, int], selection: Selection, limits: ImageLimits, vision: VisionConfig
 ) -> MeasuredImage:
-    """An image of ``size``, width and height in pixels. Raises InvalidRequest and ImageTooLargeError for looks that
-    ``selection`` may not have."""
+    """``size``: width and height in pixels. Raises InvalidRequest and ImageTooLargeError for a wrong ``selection``."""
     crops, vision = [], vision.within(selection.max_crops)
     for look in regions(*size, selection):
         shown = look_size(look, *size)

@@ -1,16 +1,14 @@
 """PreprocessPool: prepares images in decoder processes. Owns the decoders, their memory budget and the next image.
 
-Raw pixels whose crops the device makes need no decoder (raw_images.py). For all others:
-
-A new image goes to one of ``processes`` decoders. If the header shows that the image is expensive (in time or
-memory), the decoder answers with the cost instead of the crops. The image then waits for a decoder of expensive images.
-There are few of these. Each is forked for one image, has a low priority (nice), and starts only if the memory budget
-has room for the image. Therefore small images never wait for huge ones, and huge ones are decoded too. While all
-decoders are busy, the pool first learns the costs of the waiting images. It then decodes them in turns of their
-principals, and cheap images before expensive ones. An image that has waited long enough is not overtaken.
+A new image goes to one of ``processes`` decoders. If the header shows that the image is expensive (in time or memory),
+the decoder answers with the cost instead of the crops. The image then waits for a decoder of expensive images. There
+are few of these. Each is forked for one image, has a low priority (nice), and starts only if the memory budget has room
+for the image. Therefore small images never wait for huge ones. While all decoders are busy, the pool first learns the
+costs of the waiting images. It then decodes them in turns of their principals, and cheap images before expensive ones.
+An image that has waited long enough is not overtaken.
 
 The engine limits the number of waiting images (``max_queue``), and the pool the number of their pixels. All methods
-belong to one event loop.
+belong to one event loop. Raw pixels whose crops the device makes need no decoder (raw_images.py).
 """
 
 from __future__ import annotations
@@ -102,12 +100,9 @@ class PoolLoad(NamedTuple):
 
 
 class PreprocessPool:
-    """Prepares ``processes`` cheap images at the same time, and a quarter as many expensive ones, at least one.
-
-    Memory is limited to ``decode_bytes``, the memory of the processes themselves, and ``cache_bytes`` of prepared
-    images and their encoded bytes that are kept for repeats. If an image is the only one in the pool, as many threads
-    as there are processes resize it.
-    """
+    """Prepares ``processes`` cheap images at the same time, and a quarter as many expensive ones, at least one. Memory
+    is limited to ``decode_bytes``, the memory of the processes themselves, and ``cache_bytes`` of prepared images and
+    their encoded bytes. An image that is alone in the pool is resized by ``processes`` threads."""
 
     def __init__(
         self,
@@ -123,14 +118,9 @@ class PreprocessPool:
         with_crop_keys: bool = False,
         confine: str = "auto",
     ) -> None:
-        """Creates the pool.
-
-        Args:
-            confine: As RuntimeConfig.confine.
-            device_pixels: As in ``crops.cut_crops``.
-            timeout_s: Limit on the time to decode one image, in seconds.
-            with_crop_keys: Whether each crop gets a key, by which the engine recognises equal crops.
-        """
+        """``confine``: as RuntimeConfig.confine. ``device_pixels``: as in ``crops.cut_crops``. ``timeout_s``: limit on
+        the seconds to decode one image. ``with_crop_keys``: whether each crop gets a key, by which the engine
+        recognises equal crops."""
         self._device_pixels, self._with_crop_keys = device_pixels, with_crop_keys
         self._limits, self._vision = limits, vision
         self._processes, self._timeout_s, self._confine = processes, timeout_s, confine
@@ -167,11 +157,11 @@ class PreprocessPool:
         is_high: bool = False,
     ) -> PreparedLooks:
         """Decodes and tiles one image, which may be an InRegion, InCrops or Tiled. Requests of one namespace share
-        repeated images. ``is_high``: the request has the best priority.
+        repeated images. ``is_high``: the request has the best priority. If all callers of an image are cancelled, a
+        waiting image is dropped, and the process of an expensive image is killed.
 
-        If all callers of an image are cancelled, a waiting image is dropped, and the process of an expensive image is
-        killed. Raises the errors of ``begin_image``, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no process can
-        be started), RuntimeFailure, and EngineClosed after ``close``.
+        Raises the errors of ``begin_image``, ImageTooSlowError, PixelsWaiting, EngineOverloaded (no process can be
+        started), RuntimeFailure, and EngineClosed after ``close``.
         """
         self._check_open()
         began = clock.now()
@@ -315,8 +305,7 @@ class PreprocessPool:
         return job
 
     def _next_expensive(self) -> bool:
-        """Whether the first expensive image may start. Smaller ones do not overtake it, so that it starts at some
-        time."""
+        """Whether the first expensive image may start. Smaller ones do not overtake it, so it starts at some time."""
         job = self._next(self._expensive)
         return (
             job is not None
@@ -448,7 +437,6 @@ class PreprocessPool:
         job.waits, job.queue = False, None
 
     def _end_run(self, decoder: DecoderProcess) -> None:
-        """Frees the resources of a run."""
         run = self._runs.pop(decoder)
         run.timer.cancel()
         if run.expensive and run.job.cost is not None:

@@ -1,7 +1,4 @@
-"""PreparedCache: holds images that were decoded and tiled, by the bytes of their sources.
-
-An image with the same bytes is not decoded and resized again.
-"""
+"""PreparedCache: holds images that were decoded and tiled, by the bytes of their sources."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ class PreparedCache(ByteCache[bytes, Looks]):
 
 
 def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
-    """Returns the image with keys of its namespace, so that other namespaces do not share its results. "" keeps the
-    keys."""
+    """Returns the image with keys of its namespace, so that others do not share its results. "" keeps the keys."""
     if not namespace:
         return image
     digest = namespace_digest(namespace)
@@ -48,11 +44,8 @@ def in_namespace(image: PreparedImage, namespace: str) -> PreparedImage:
 
 def source_digest(source: Any) -> bytes | None:
     """Returns a SHA-256 of the source, without its background, region, tiles and budget, mirrored or not; None if only
-    decoding can identify the source. Raw pixels whose crops the device makes have another one (raw_images.py).
-
-    A file is identified by its path, device, inode, size and time. A repeated image waits for this hash. SHA-256 runs
-    at 2 GB/s on a processor with instructions for it, three times as fast as BLAKE2b.
-    """
+    decoding can identify the source. Raw pixels whose crops the device makes have another one (raw_images.py). A file
+    is identified by its path, device, inode, size and time."""
     while isinstance(source, (OnBackground, InRegion, InCrops, Mirrored, Tiled)):
         source = source.source
     digest = hashlib.sha256()
@@ -81,8 +74,7 @@ def source_key(
     background: Colour | None = None,
     selection: Selection = WHOLE,
 ) -> bytes:
-    """Returns the key of prepared looks, made from the ``source_digest`` of their image, namespace, background and
-    selection."""
+    """Returns the key of prepared looks at the image with the ``source_digest`` ``digest``."""
     key = hashlib.sha256(namespace_digest(namespace) or bytes(32))
     key.update(b"" if background is None else b"on" + bytes(background))
     key.update(b"" if selection == WHOLE else repr(selection).encode())

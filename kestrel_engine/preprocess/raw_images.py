@@ -1,8 +1,7 @@
 """RawImages: prepares raw pixels whose crops the device makes. Owns what was seen last of each size.
 
-Such an image needs no decoder, so its pixels stay where they are. They are read once: the keys of the image and of its
-crops follow from the hashes of its cells (crop_keys.py). Frames of a stream have one size, and most of their cells
-equal those of the frame before, so a cell that does is not hashed again.
+The pixels are read once: the keys of the image and of its crops follow from the hashes of its cells (crop_keys.py).
+Cells of a stream's frame that equal those of the frame before are not hashed again.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ class RawImages:
         return device_makes_crops(width, height, self._vision, self._device_pixels)
 
     async def digest(self, source: np.ndarray) -> bytes:
-        """Returns the source digest of an image that ``takes`` accepts and of which only parts are prepared. Raises
-        ImageTooLargeError, and EngineClosed after ``close``."""
+        """Returns the source digest of an image that ``takes`` accepts. Raises ImageTooLargeError, and EngineClosed."""
         _, digests = await self._in_thread(self._read, source, None)
         return _digest(source.shape, digests)
 

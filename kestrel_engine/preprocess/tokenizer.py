@@ -19,10 +19,8 @@ LONG_TEXT = 1024
 
 
 class Tokenizer:
-    """A ``tokenizers`` tokenizer with the library's defaults, as the reference uses it; safe to call from any thread.
-
-    Truncation and padding set inside tokenizer.json are switched off: they would cut or stretch prompts.
-    """
+    """A ``tokenizers`` tokenizer with the library's defaults, as the reference uses it. Any thread may call it.
+    Truncation and padding of tokenizer.json are switched off: they would cut or stretch prompts."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         inner.no_truncation()
@@ -45,9 +43,8 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
-        """Loads tokenizer.json. ``vocab_size``: rows of the model's embedding, which ids must not exceed.
-
-        Raises CheckpointError: file missing or unreadable, not a tokenizer, or too many ids for the model.
+        """Loads tokenizer.json. ``vocab_size``: rows of the model's embedding, which ids must not exceed. Raises
+        CheckpointError: file missing or unreadable, not a tokenizer, or too many ids for the model.
         """
         path = Path(path)
         try:

@@ -1,7 +1,6 @@
 """ModelBucket: the files of a model in a bucket, beside their SHA256SUMS.
 
-obstore provides connections, signatures, credentials, retries and multipart uploads. Credentials, region and endpoint
-come from the variables AWS_…, a web identity or the machine's role.
+Credentials, region and endpoint come from the variables AWS_…, a web identity or the machine's role, as obstore has it.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class ModelBucket:
             return {each["path"]: each["size"] for each in page}
 
     def download(self, name: str, part: Path, count: Count = lambda num_bytes: None) -> str:
-        """Writes a file to ``part`` and returns its SHA-256. If ``part`` exists, its bytes are taken for the first
-        ones of the file. ``count`` counts these too. Raises OSError too."""
+        """Writes a file to ``part`` and returns its SHA-256. Bytes of an existing ``part`` count as the file's first
+        ones, in ``count`` too. Raises OSError too."""
         with self._explained(name):
             head = self._obstore.head(self._store, name)
             size, options = head["size"], {"if_match": head["e_tag"]} if head["e_tag"] else {}
@@ -136,8 +135,7 @@ class ModelBucket:
     def upload(
         self, name: str, file: Path | bytes, sha256: str, count: Count = lambda num_bytes: None
     ) -> None:
-        """Uploads a file. The bucket checks the SHA-256 of each part. No reader sees a part of it. Raises OSError
-        too."""
+        """Uploads a file, all or nothing. The bucket checks the SHA-256 of each part. Raises OSError too."""
 
         def pieces(path: Path) -> Iterator[bytes]:
             with path.open("rb") as source:
@@ -227,11 +225,8 @@ def _open(address: BucketAddress) -> Any:
 
 
 def upload(bucket: ModelBucket, files: Mapping[str, Path], report: Progress) -> tuple[str, ...]:
-    """Uploads ``files`` by their names, and returns their addresses. Files that are there already are left.
-
-    A model in a bucket never changes: servers may be downloading it. Raises DownloadError, also if the address has
-    another model.
-    """
+    """Uploads ``files`` by their names, and returns their addresses. Files that are there already are left, as a model
+    in a bucket never changes. Raises DownloadError, also if the address has another model."""
     try:
         sizes = {name: file.stat().st_size for name, file in files.items()}
         sums = {name: checksums.checksum(file, progress=report) for name, file in files.items()}

@@ -1,9 +1,8 @@
 """NodeCache: models of buckets on the disk of a node, which its processes and containers share.
 
 A model's folder is named after the SHA-256 of its SHA256SUMS, so it never changes. It gets this name, by one rename,
-only when all its files have arrived and have the right SHA-256. So whoever sees the folder may use it, and needs no
-right to write. If a process ends while it downloads, the next one goes on where it stopped. A process uses a model
-until it ends, because the files are mapped into its memory.
+only when all its files have arrived and have the right SHA-256. So whoever sees the folder may use it without a right
+to write. The next process resumes an interrupted download. A process uses a model, whose files it maps, until it ends.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ class NodeCache:
         self._report = progress or log_progress("downloading")
 
     def fetch(self, address: BucketAddress, bucket: ModelBucket | None) -> Path:
-        """The folder of the model's files. Downloads what is missing. ``bucket``: None uses the cache only.
-
-        If the bucket does not answer, the model that was used last under this address is taken.
-        """
+        """The folder of the model's files. Downloads what is missing. ``bucket``: None uses the cache only. If the
+        bucket does not answer, the model that was used last under this address is taken."""
         try:
             text = None if bucket is None else bucket.sums()
         except DownloadError as error:
@@ -102,8 +99,7 @@ class NodeCache:
             self._cache.publish(place.name)
 
     def _hold(self, place: Path) -> None:
-        """Marks a model as used. In a cache that this process may not write, this takes a mark of the process that
-        downloaded it."""
+        """Marks a model as used. A cache that this process may not write needs a mark of the downloading process."""
         if place not in _IN_USE:
             with suppress(OSError):
                 _IN_USE[place] = self._cache.hold(place.name)
@@ -157,8 +153,6 @@ class NodeCache:
 
 
 class _Counted:
-    """Adds up the bytes of files that arrive on several threads."""
-
     def __init__(self, report: Progress, total: int, name: str) -> None:
         self._report, self._total, self._name = report, total, name
         self._done, self._lock = 0, Lock()

@@ -1,8 +1,7 @@
 """Reads stored tensors onto a device at the speed of the disk. Several threads read ahead of the consumer.
 
-Each thread reads a piece of a file into its own page-locked buffer and copies the piece to the device on its own
-stream, while the other threads read. (A memory-mapped file would be read by the page faults of a single thread.) An
-open reader owns its files, threads and buffers.
+Each thread reads a piece of a file into its own page-locked buffer and copies it to the device on its own stream. (A
+memory-mapped file would be read by the page faults of a single thread.) An open reader owns files, threads and buffers.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ class _Arriving:
 
 
 class DeviceReader:
-    """A context manager that returns a function from StoredTensor to a tensor on ``device``.
-
-    ``wanted``: all tensors that will be requested, in this order. A tensor that occurs several times is read each time.
-    Raises CheckpointError, which names the file and the tensor.
+    """A context manager that returns a function from StoredTensor to a tensor on ``device``. ``wanted``: all tensors
+    that will be requested, in this order. Raises CheckpointError, which names the file and the tensor.
     """
 
     def __init__(self, wanted: Sequence[StoredTensor], device: torch.device) -> None:
@@ -113,7 +110,7 @@ class DeviceReader:
     def _read_piece(
         self, fill: _Fill, target: torch.Tensor, start: int, allocated: torch.cuda.Event | None
     ) -> None:
-        """Reads one piece. Runs on a reader thread."""
+        """Runs on a reader thread."""
         if allocated is None:
             fill(target, start)
             return

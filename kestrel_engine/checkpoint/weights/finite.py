@@ -47,9 +47,7 @@ def is_constant(tensor: torch.Tensor) -> bool:
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
     """As `is_finite`, but returns a bool scalar on the tensor's device without waiting. ``tensor`` must not be empty.
-
-    On a CPU it reads the tensor in chunks, so it allocates little memory.
-    """
+    On a CPU it reads the tensor in chunks, so it allocates little memory."""
     flat = tensor.reshape(-1)
     step = _CHUNK_ELEMENTS if tensor.device.type == "cpu" else flat.numel()
     parts = [_chunk(flat[start : start + step]) for start in range(0, flat.numel(), step)]

@@ -15,10 +15,8 @@ LARGEST = 448.0
 def dequantise(
     weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Returns the real values of ``weight`` [experts, rows, columns] float8 with ``scale`` [experts, rows].
-
-    The result has the shape of ``weight``, in ``dtype`` on ``device``.
-    """
+    """Returns the real values of ``weight`` [experts, rows, columns] float8 with ``scale`` [experts, rows]. The result
+    has the shape of ``weight``, in ``dtype`` on ``device``."""
     out = torch.empty(weight.shape, dtype=dtype, device=device)
     wide = torch.empty(weight.shape[1:], dtype=torch.float32, device=device)
     scale = scale.to(device=device, dtype=torch.float32)
@@ -29,11 +27,8 @@ def dequantise(
 
 
 def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds ``weight`` [..., rows, columns] float32, which is overwritten, to FP8.
-
-    Returns the weight as float8_e4m3fn, and its scales [..., rows] float32. Each row uses the whole range: its largest
-    magnitude becomes LARGEST.
-    """
+    """Rounds ``weight`` [..., rows, columns] float32, which is overwritten, to float8_e4m3fn. Returns it and its scales
+    [..., rows] float32. Each row uses the whole range: its largest magnitude becomes LARGEST."""
     scale = weight.abs().amax(dim=-1).div_(LARGEST)
     weight.div_(scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1))
     return weight.to(torch.float8_e4m3fn), scale

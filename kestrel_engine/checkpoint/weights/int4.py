@@ -1,9 +1,8 @@
 """Weights in 4 bits: groups of numbers that share a scale and a zero point, two numbers in a byte.
 
-A weight of n numbers is n / g groups of g: W = (q - zero_point) * scale, q in 0..15 (moondream.md section 2.5). A
-row of packed bytes holds two groups. Moondream 2's release has the high nibbles of all rows first, then the low ones.
-For Moondream 3, public loaders disagree: one takes the two groups of a row one after the other. So `find_order` decides
-by the numbers: the weights of a group have a mean near 0, so its q have a mean near its own zero point.
+A weight of n numbers is n / g groups of g: W = (q - zero_point) * scale, q in 0..15 (moondream.md section 2.5). A row
+of packed bytes holds two groups, in Moondream 2's release as high and low nibbles. For Moondream 3, public loaders
+disagree. So `find_order` decides: a group's weights have a mean near 0, so its q have a mean near its zero point.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ def unpack(packed: torch.Tensor, order: Order) -> torch.Tensor:
 def dequantise(
     weight: Packed, shape: tuple[int, ...], order: Order, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Returns the real values of ``weight`` in ``shape``, as ``dtype`` on ``device``.
-
-    It converts a matrix at a time, so that experts need little memory beside the result.
-    """
+    """Returns the real values of ``weight`` in ``shape``, as ``dtype`` on ``device``, converted a matrix at a time."""
     packed, scale, zero = weight
     groups, size = scale.shape[-2], packed.shape[-1]
     out = torch.empty(shape, dtype=dtype, device=device)
@@ -69,10 +65,8 @@ def dequantise(
 def keep(
     weight: Packed, shape: tuple[int, ...], order: Order, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``weight`` of ``shape`` [..., N, K], still in 4 bits, and its scales, as `weight_only` has them.
-
-    It converts a matrix at a time, unless the file has one for all experts. K is a multiple of two groups.
-    """
+    """Returns ``weight`` of ``shape`` [..., N, K], still in 4 bits, and its scales, as `weight_only` has them. Converts
+    a matrix at a time, unless the file has one for all experts. K is a multiple of two groups."""
     packed, scale, zero = weight
     numbers = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device=device)
     parts = packed.reshape(-1, *packed.shape[-2:])
@@ -94,10 +88,8 @@ def ends(scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def find_order(samples: Iterable[Packed], *, default: Order | None) -> Order:
-    """Returns the order under which the groups of ``samples`` agree best with their zero points.
-
-    ``default``: the order for weights that don't show it, such as those with equal zero points. Raises CheckpointError
-    if they don't and there is no default.
+    """Returns the order under which the groups of ``samples`` agree best with their zero points. ``default``: for
+    weights that don't show it, such as those with equal zero points. Raises CheckpointError if there is none.
     """
     errors = dict.fromkeys(Order, 0.0)
     for packed, _, zero in samples:

@@ -43,14 +43,9 @@ def incomplete(plan: CheckpointPlan, n_layers: int) -> str:
 def read(
     plan: CheckpointPlan, files: tuple[Path, ...], n_layers: int
 ) -> tuple[tuple[float, float], ...]:
-    """Returns each layer's scale of keys and scale of values. A missing scale is 1.
-
-    A scale of 1 works because float8_e4m3fn has a range of 2**18, which covers keys and values. The function logs a
-    warning if only some of the scales are missing.
-
-    Raises CheckpointError, which names all scales that are not one positive finite number, and for files that can't be
-    read.
-    """
+    """Returns each layer's scale of keys and scale of values. Logs a warning if only some of them are missing. A
+    missing scale is 1: the range of float8_e4m3fn, 2**18, covers keys and values. Raises CheckpointError, which names
+    all scales that are not one positive finite number, and for files that can't be read."""
     from .loader import read_tensors
 
     if some := incomplete(plan, n_layers):

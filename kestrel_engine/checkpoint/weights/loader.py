@@ -1,8 +1,7 @@
 """Loads weights from files into tensors of the requested dtype and device, one tensor at a time.
 
-For the CPU, a tensor that stays as it is stored is mapped and takes no anonymous memory. All other tensors are read
-ahead by ``device_reader``, by one tensor and some MiB, and converted one by one. Pages of a mapped file that a
-conversion has read would stay resident beside the result.
+For the CPU, a tensor that stays as it is stored is mapped and takes no anonymous memory. All others are read ahead by
+``device_reader`` and converted one by one: a mapped file's pages would stay resident beside the result.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class LoadedCheckpoint:
 
     ``tensors``: by canonical name, in the requested dtype and on the requested device. ``region.ln`` may be absent.
     Experts that stay in FP8 are ``….mlp.fc1.weight`` float8_e4m3fn with the row scales ``….mlp.fc1.scale`` float32; fc2
-    likewise. CPU tensors may be views of the mapped file, so never write to them in place. ``fingerprint``: 64
-    hexadecimal digits, which depend on the stored weights and not on file format, stored names or requested dtype.
-    ``ignored``: stored names that the model does not need.
+    likewise. CPU tensors may be views of the mapped file, so never write to them in place. ``fingerprint``: of
+    `Fingerprint`. ``ignored``: stored names that the model does not need.
     """
 
     config: ModelConfig
@@ -76,12 +74,9 @@ def load_planned(
     hint: str = "",
     read_ahead: bool | None = None,
 ) -> LoadedCheckpoint:
-    """Reads the values of ``plan``. Raises CheckpointError (with all wrong names, or the damaged file) and
-    InsufficientMemoryError.
-
-    ``narrow``: as in `rounding`. ``hint``: the end of an error. ``read_ahead``: read with DeviceReader instead of
-    mapped files. By default, a CPU maps the tensors that stay as they are stored.
-    """
+    """Reads the values of ``plan``. ``narrow``: as in `rounding`. ``hint``: the end of an error. ``read_ahead``: read
+    with DeviceReader instead of mapped files; default: except for a CPU's tensors that stay as they are stored. Raises
+    CheckpointError (with all wrong names, or the damaged file) and InsufficientMemoryError."""
     device = torch.device(device)
     where = str(files[0] if len(files) == 1 else files[0].parent)
     report = progress or log_progress("loading weights")
@@ -145,10 +140,8 @@ def load_planned(
 def check_values(
     plan: CheckpointPlan, files: tuple[Path, ...], progress: Progress | None = None
 ) -> tuple[list[str], list[str], str]:
-    """Reads every value once and keeps none.
-
-    Returns the names of tensors that aren't finite, the names of matrices whose values are all the same, and the
-    fingerprint that `load_planned` computes. Raises CheckpointError for a file that can't be read.
+    """Reads every value once and keeps none. Returns the names of tensors that aren't finite, the names of matrices
+    whose values are all the same, and the fingerprint. Raises CheckpointError for a file that can't be read.
     """
     report = progress or log_progress("reading weights")
     fingerprint = Fingerprint()
@@ -294,22 +287,16 @@ SAMPLE_BYTES = 2048
 
 
 class Fingerprint:
-    """A fingerprint of weights: equal for equal weights in any file format, and cheap to compute for 20 GB.
-
-    It is a SHA-256 over canonical names, shapes, stored dtypes and *sampled* bytes: all bytes of tensors up to 64 KiB,
-    and of larger tensors 32 evenly spaced samples of 2 KiB, including the first and the last bytes. It distinguishes
-    models, training states and dtypes. It does not detect a deliberate change between the samples. The result does not
-    depend on the order of the tensors.
-    """
+    """A fingerprint of weights: equal for equal weights in any file format, and cheap to compute for 20 GB. It is a
+    SHA-256 over canonical names, shapes, stored dtypes and *sampled* bytes: all bytes of tensors up to 64 KiB, and of
+    larger tensors 32 evenly spaced samples of 2 KiB, including the first and the last bytes. It does not detect a
+    deliberate change between the samples, and does not depend on the order of the tensors."""
 
     def __init__(self) -> None:
         self._digests: dict[str, bytes] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor as stored, before conversion, under its canonical name. It may be on any device.
-
-        At most WHOLE_BYTES of its data are read.
-        """
+        """Adds a tensor as stored, on any device, under its canonical name. Reads at most WHOLE_BYTES of its data."""
         digest = hashlib.sha256(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         data = tensor.contiguous().view(-1).view(torch.uint8)
         size = data.nbytes
@@ -320,7 +307,7 @@ class Fingerprint:
         self._digests[name] = digest.digest()
 
     def hexdigest(self) -> str:
-        """Returns the fingerprint as 64 hexadecimal digits."""
+        """64 hexadecimal digits."""
         total = hashlib.sha256()
         for name in sorted(self._digests):
             total.update(self._digests[name])

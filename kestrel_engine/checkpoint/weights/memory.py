@@ -23,11 +23,9 @@ _MIB = 2**20
 
 @contextmanager
 def returning_what_is_freed() -> Iterator[None]:
-    """While the context is open, tensors of a MiB and more that are freed are given back to the system.
-
-    glibc keeps them for later tensors. Between tensors that stay, a gigabyte of such gaps remains. After the context,
-    glibc keeps tensors of up to 32 MiB, as it does in a process that has freed one. Other allocators see no change.
-    """
+    """While the context is open, freed tensors of a MiB and more are given back to the system. glibc keeps them for
+    later tensors, and a gigabyte of gaps remains between tensors that stay. After the context, glibc keeps tensors of
+    up to 32 MiB, as it does in a process that has freed one."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
         yield
@@ -52,10 +50,8 @@ def require_memory(needed_bytes: int, device: torch.device, *, what: str) -> Non
 
 
 def device_available(device: torch.device) -> int | None:
-    """Returns the bytes that are available on a device; None if the platform does not report them.
-
-    A limit on torch's memory in this process (torch.cuda.set_per_process_memory_fraction) counts.
-    """
+    """Returns the bytes that are available on a device; None if the platform does not report them. Counts torch's limit
+    (torch.cuda.set_per_process_memory_fraction)."""
     if device.type == "cuda":
         import torch
 
@@ -73,18 +69,15 @@ def device_available(device: torch.device) -> int | None:
 def host_available(
     *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Returns the bytes that this process can still use on the host, within the limits of its control groups.
-
-    File cache counts as available, because the kernel frees it on demand. On systems other than Linux, the result is
-    the size of the free pages, or of all pages if the system does not report free ones.
-    """
+    """Returns the bytes that this process can still use on the host, within the limits of its control groups. File
+    cache counts as available. On systems other than Linux, the result is the size of the free pages, or of all pages if
+    the system does not report free ones."""
     names = ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
     return _least(proc, cgroups, "MemAvailable:", names, whole=False)
 
 
 def host_total(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Returns the bytes that this process can use on the host if no other process uses any: as `host_available`, but
-    alike at all times."""
+    """Returns the bytes that this process can use on the host if no other process uses any."""
     return _least(proc, cgroups, "MemTotal:", ("SC_PHYS_PAGES",), whole=True)
 
 
@@ -115,8 +108,7 @@ def _meminfo(file: Path, key: str) -> int | None:
 
 
 def _cgroup_limits(membership: Path, root: Path, whole: bool) -> list[int | None]:
-    """Returns the bytes of each control group (version 1 or 2), from the process's own group up to the root: those
-    left, or the ``whole`` limit."""
+    """Returns the bytes left, or the ``whole`` limit, of each control group (version 1 or 2) up to the root."""
     try:
         lines = membership.read_text("utf-8").splitlines()
     except OSError:

@@ -1,9 +1,8 @@
-"""Maps every released form of a tensor's name to its canonical name.
+"""Maps every released form of a tensor's name to its canonical name. A file may mix both schemes.
 
 Scheme A is the hub's naming, with or without ``model.``. Scheme B is the training code's naming (``text_model.``,
 ``vision_encoder.``, ``region_model.``), which also fuses the tau projections, stores Fourier features transposed and
-contains FP8 scales (moondream.md sections 2.2 to 2.4). A file may mix both schemes. The canonical names, not the
-scheme, determine the model's family.
+contains FP8 scales (moondream.md sections 2.2 to 2.4).
 """
 
 from __future__ import annotations
@@ -37,13 +36,11 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """The names of a checkpoint.
-
-    ``tensors``: the source of each canonical name. ``scales``: the stored name of the FP8 scale of each canonical
-    expert weight. ``kv_scales``: the stored name of each scale of an FP8 KV cache, by ``text.blocks.N.attn.k_scale``
-    and ``….v_scale``. ``groups``: the stored names of the scales and the zero points of each canonical 4-bit weight, by
-    "scale" and "zero_point". ``ignored``: buffers that the model does not need. ``unknown``: names of no known scheme.
-    ``prefix``: the prefix of scheme A names in this checkpoint, for messages.
+    """The names of a checkpoint. ``tensors``: the source of each canonical name. ``scales``: the stored name of the FP8
+    scale of each canonical expert weight. ``kv_scales``: the stored name of each scale of an FP8 KV cache, by
+    ``text.blocks.N.attn.k_scale`` and ``….v_scale``. ``groups``: the stored names of the scales and the zero points of
+    each canonical 4-bit weight, by "scale" and "zero_point". ``ignored``: buffers that the model does not need.
+    ``unknown``: names of no known scheme. ``prefix``: that of scheme A names in this checkpoint, for messages.
     """
 
     tensors: dict[str, TensorSource] = field(default_factory=dict)
@@ -181,10 +178,8 @@ def scale_name(canonical: str) -> str:
 
 
 def detect_family(canonical: Iterable[str]) -> Family | None:
-    """Returns the family that canonical names belong to, or None.
-
-    Moondream 3 has experts, tau attention or linear region heads. Moondream 2 has region MLPs.
-    """
+    """Returns the family that canonical names belong to, or None. Moondream 3 has experts, tau attention or linear
+    region heads. Moondream 2 has region MLPs."""
     names = set(canonical)
     if "region.coord_decoder.weight" in names or any(
         name.endswith(".mlp.router.weight") or ".attn.tau." in name for name in names

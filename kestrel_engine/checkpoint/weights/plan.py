@@ -1,7 +1,4 @@
-"""Matches the stored tensors of a checkpoint with the tensors that a model needs, and collects what does not fit.
-
-It works on names, shapes and dtypes only and reads no values.
-"""
+"""Matches the stored tensors of a checkpoint, by names, shapes and dtypes, with those that a model needs."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One canonical tensor: its shape, the part of the stored tensor that it is, and the scales of FP8 or 4-bit
-    numbers, if any. 4-bit numbers also have zero points."""
+    """One canonical tensor: its shape, the part of a stored tensor that it is, its scales and zero points, if any."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,8 +42,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The reasons why a checkpoint can't be loaded: names of tensors, by kind of fault. ``details``: by name, a text
-    that describes the fault and replaces the name in messages."""
+    """Why a checkpoint can't be loaded: names of tensors, by kind of fault. ``details``: text in place of a name."""
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
@@ -61,9 +56,9 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """The stored tensors of a model. ``tensors``: in the order of the files' data. ``ignored``: stored names that are
-    not needed. ``kv_scales``: the existing scales of an FP8 KV cache, by `names.kv_scale_name`; `kv_scales.read` checks
-    their values."""
+    """``tensors``: in the order of the files' data. ``ignored``: stored names that are not needed. ``kv_scales``: the
+    existing scales of an FP8 KV cache, by `names.kv_scale_name`; `kv_scales.read` checks their values.
+    """
 
     tensors: tuple[TensorPlan, ...]
     ignored: tuple[str, ...]
@@ -78,11 +73,9 @@ class CheckpointPlan:
 def model_config_for(
     raw: Mapping[str, Any] | None, stored: Mapping[str, StoredTensor], *, hint: Family | None = None
 ) -> ModelConfig:
-    """Returns the model's shape for the contents of config.json (None without one) and the names in the checkpoint.
-
-    The names determine the family, because a released config may not mention it. Numbers come from the config. Raises
-    ConfigError if the config or ``hint``, the family that the model's name implies, contradicts the names.
-    """
+    """Returns the model's shape for the contents of config.json (None without one) and the names in the checkpoint. The
+    names determine the family, because a released config may not mention it. Raises ConfigError if the config or
+    ``hint``, the family that the model's name implies, contradicts the names."""
     raw = raw or {}
     found = detect_family(map_names(stored).tensors)
     if found is None:
@@ -105,10 +98,8 @@ def model_config_for(
 
 
 def plan_checkpoint(stored: Mapping[str, StoredTensor], config: ModelConfig) -> CheckpointPlan:
-    """Matches the stored tensors with the tensors that ``config`` needs. ``faults`` lists what does not fit.
-
-    Raises CheckpointError if two stored names mean the same tensor.
-    """
+    """Matches the stored tensors with those that ``config`` needs. ``faults`` lists what does not fit. Raises
+    CheckpointError if two stored names mean the same tensor."""
     names = map_names(stored)
     expected = expected_tensors(config)
     missing: list[str] = []

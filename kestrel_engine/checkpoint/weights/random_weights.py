@@ -2,9 +2,8 @@
 
 The distributions keep activations similar to those of a trained model: matrices preserve the scale of their input,
 branches into the residual stream are damped by depth, norm weights are near one, biases are small, and different tokens
-choose different experts. Each tensor has its own generator, seeded with the tensor's name, so the values depend neither
-on the run nor on the order of the tensors. They do depend on the device and the dtype. The model's answers are
-meaningless.
+choose different experts. Each tensor has its own generator, seeded with the tensor's name, so the values depend only on
+the seed, the device and the dtype.
 """
 
 from __future__ import annotations
@@ -55,11 +54,8 @@ def random_checkpoint(
     narrow: str = "wide",
     progress: Progress | None = None,
 ) -> LoadedCheckpoint:
-    """Generates all tensors of ``config``.
-
-    Experts are rounded to FP8 with a scale for each row, as in released checkpoints. ``keep_fp8``: keep them in FP8
-    instead of converting them to ``dtype``. ``narrow``: as in `rounding`. Raises InsufficientMemoryError.
-    """
+    """Generates all tensors of ``config``. Experts are rounded to FP8 with a scale for each row, and with ``keep_fp8``
+    stay so. ``narrow``: as in `rounding`. Raises InsufficientMemoryError."""
     device = torch.device(device)
     shapes = expected_tensors(config)
     report = progress or log_progress("generating weights")
@@ -98,8 +94,7 @@ def weight_bytes(
     narrow: str = "wide",
     device: torch.device | None = None,
 ) -> int:
-    """Returns the bytes of all weights of a model. ``keep_fp8``: experts are in FP8, with scales. ``narrow``: as in
-    `rounding`, on ``device``."""
+    """Returns the bytes of all weights of a model. Arguments as of `random_checkpoint`."""
     total = 0
     for name, shape in expected_tensors(config).items():
         form = form_of(name, shape, narrow, device or torch.device("cpu"))

@@ -20,10 +20,8 @@ _OTHERS = re.compile(r"(text\.lm_head|vision\.(blocks\.\d+\.\w+\.\w+|proj_mlp\.f
 
 
 def may_stay(name: str, shape: tuple[int, ...], group: int) -> bool:
-    """Returns whether a 4-bit weight of ``shape`` [..., N, K] in groups of ``group`` has a place in products.
-
-    The region's heads are small, and their kernels read wide weights.
-    """
+    """Whether a 4-bit weight of ``shape`` [..., N, K] in groups of ``group`` has a place in products. The region's
+    small heads have kernels for wide weights."""
     power = group >= 16 and group & (group - 1) == 0
     return _BLOCK.fullmatch(name) is not None and power and shape[-1] % (2 * group) == 0
 

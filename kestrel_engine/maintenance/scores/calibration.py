@@ -18,11 +18,8 @@ from .labelled_images import LabelledImage
 
 @dataclass(frozen=True, slots=True)
 class FittedCurve:
-    """A curve, and how far scores are off: ``raw_error`` without it, ``error`` with it.
-
-    ``error`` is about held-out images: the images are divided into halves, and the results of each half
-    are scored by a curve that is fitted on the other half. ``curve`` is fitted on all images.
-    """
+    """A curve fitted on all images, and how far scores are off: ``raw_error`` without it, ``error`` on held-out images:
+    each half of the images is scored by a curve that is fitted on the other half."""
 
     curve: Curve
     count: int
@@ -43,7 +40,6 @@ class CalibrationReport:
 
     @property
     def text(self) -> str:
-        """The text of the calibration file."""
         calibration = Calibration({name: fitted.curve for name, fitted in self.curves.items()})
         facts = {
             name: {
@@ -64,10 +60,8 @@ async def calibrate(
     *,
     progress: Progress | None = None,
 ) -> CalibrationReport:
-    """Loads the model, asks about all images, and fits the curves. ``progress`` is called with finished images too.
-
-    Raises KestrelError; ConfigError if there are fewer than 2 images.
-    """
+    """Loads the model, asks about all images, and fits the curves. ``progress``: also of finished images. Raises
+    KestrelError; ConfigError if there are fewer than 2 images."""
     if len(images) < 2:
         raise ConfigError(
             "annotations", len(images), "needs at least 2 images, to fit and to measure"

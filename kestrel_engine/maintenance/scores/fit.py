@@ -1,7 +1,6 @@
 """Fits a calibration of scores: from results whose correctness is known to rising curves, and how far they are off.
 
-A curve is fitted by isotonic regression: results are sorted by raw score and divided into groups of equal size, and the
-share of correct results must not fall from group to group (pool adjacent violators).
+This is isotonic regression (pool adjacent violators) on groups of results with neighbouring raw scores.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def fit(results: Sequence[Judged]) -> Curve:
 
 
 def calibration_error(results: Sequence[Judged], bins: int = BINS) -> float:
-    """Returns the expected calibration error: the mean difference between score and share of correct results, over bins
-    of equal width weighted by their counts. 0 without results."""
+    """The expected calibration error: the mean difference between score and share of correct results, over bins of
+    equal width weighted by their counts. 0 without results."""
     if not results:
         return 0.0
     scores, correct = np.array(results, float).T

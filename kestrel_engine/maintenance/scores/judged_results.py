@@ -1,8 +1,7 @@
 """Asks an engine about labelled images, and judges every scored result by the labels.
 
-A point is correct if it lies in the box of an object that no better point has. A box or an outline is correct if its
-box has an intersection over union of at least 0.5 with that of such an object. The absence of an object is correct if
-the labels have no such object.
+A point is correct if it lies in the box of an object that no better point has; a box or an outline, if its box has an
+intersection over union of at least 0.5 with that of such an object; an absence, if the labels have no such object.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ async def collect(
     images: Sequence[LabelledImage],
     progress: Progress | None = None,
 ) -> list[ByCurve]:
-    """Returns the results of each image, in order. ``progress`` is called after each image.
-
-    Raises RequestError for an image that cannot be read, and RuntimeFailure.
-    """
+    """Returns the results of each image, in order. ``progress`` is called after each image. Raises RuntimeFailure, and
+    RequestError for an image that cannot be read."""
     turns, done = asyncio.Semaphore(AT_ONCE), 0
 
     async def one(image: LabelledImage) -> ByCurve:

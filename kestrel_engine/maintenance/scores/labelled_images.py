@@ -30,12 +30,10 @@ class LabelledImage:
 def read_labelled_images(
     annotations: Path, folder: Path, *, absent: int = 1, seed: int = 0
 ) -> list[LabelledImage]:
-    """Returns the images of a file in COCO's form, with a question for each of their categories.
-
-    ``absent``: questions about absent objects for each image. They are drawn with ``seed`` from the image's
-    ``neg_category_ids`` if it has them, as in LVIS, else from all categories that the image has no box of. Boxes with
-    ``iscrowd`` make their category unusable for their image. Raises ConfigError, which names the file or the entry.
-    """
+    """Returns the images of a file in COCO's form, with a question for each of their categories. ``absent``: questions
+    about absent objects for each image, drawn with ``seed`` from the image's ``neg_category_ids``, as in LVIS, else
+    from all categories that the image has no box of. Boxes with ``iscrowd`` make their category unusable for their
+    image. Raises ConfigError, which names the file or the entry."""
     labels = CocoLabels(annotations, "annotations")
     names, rng = labels.categories, random.Random(seed)
     found = []

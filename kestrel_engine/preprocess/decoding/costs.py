@@ -1,8 +1,7 @@
 """The cost of decoding: bytes and processor time by format. Owns the table and the rule which pixel limit applies.
 
-``KESTREL_COST_SIDE=3000 pytest -s -m slow tests/engine/preprocess/decoding/test_costs.py`` measures these figures
-again. For each format, the table has the
-figures of the most expensive of several images (noise and one colour, turned and not), rounded up.
+The table has the figures of the most expensive of several images (noise and one colour, turned and not), rounded up.
+``KESTREL_COST_SIDE=3000 pytest -s -m slow tests/engine/preprocess/decoding/test_costs.py`` measures them.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Formats with the same costs of decoding.
-
-    ``bytes_per_pixel``: memory at the peak, as the kernel limits it, with 3 for the decoded pixels. ``ns_per_pixel``
-    and ``ns_per_byte`` (of the encoded image): time of one processor until the crops are made; ``ns_per_scan``: for a
-    pixel in each scan. ``share``: of the limit on pixels, for formats that are decoded as a whole or cost the most.
-    """
+    """Formats with the same costs of decoding. ``bytes_per_pixel``: memory at the peak, as the kernel limits it, with 3
+    for the decoded pixels. ``ns_per_pixel`` and ``ns_per_byte`` (of the encoded image): time of one processor until the
+    crops are made; ``ns_per_scan``: for a pixel in each scan. ``share``: of the limit on pixels, for formats that are
+    decoded as a whole or cost the most."""
 
     name: str
     bytes_per_pixel: float

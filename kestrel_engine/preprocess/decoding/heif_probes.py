@@ -1,7 +1,7 @@
 """Two tiny images that show which HEIF codecs this build of libvips can decode.
 
-libvips reads the container in every build, so asking for the loader proves nothing: builds without the HEVC patent
-licence open HEIC files and fail at the first pixel. Both images are 64x64 of about (200, 30, 30), made for this.
+A loader proves nothing: builds without the HEVC patent licence open HEIC files and fail at the first pixel. Both images
+are 64x64 of about (200, 30, 30), made for this.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """Converts any accepted image to upright 8-bit RGB pixels. Owns formats, colours, limits and the settings of libvips.
 
-This module knows no model, crop or cache. Importing it changes libvips for the whole process:
+Importing this module changes libvips for the whole process:
 
-- Only the loaders of _LOADERS may run. All others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips
-  itself, so that no detection of content can select them.
+- Only the loaders of _LOADERS may run. All others (SVG, PDF, ImageMagick, raw, CSV, ...) are blocked inside libvips.
 - libvips' operation cache is off, because it would keep images in memory after their request.
-- pyvips logs errors only, unless its logger has a level. Its warnings concern callers' images, with one or more lines
-  for each image.
-- libvips' own concurrency is 1. The pool decodes several images side by side, and one JPEG or PNG is decoded by one
-  thread. Several threads can resize an image (crops.py).
+- pyvips logs errors only, unless its logger has a level: callers' images cause its warnings.
+- libvips' own concurrency is 1. Pool and crops.py use several threads.
 - No thread of libvips remains, so that a process may fork after the import (processes/).
 
-libvips opens all images but BMP (bmp.py) and plain JPEGs (plain_jpeg.py).
-
-Images are read in one sequential pass into memory. libvips writes temporary files only for random access to large
-images. This module never uses random access, so no image reaches the disk.
+libvips opens all images but BMP (bmp.py) and plain JPEGs (plain_jpeg.py), in one sequential pass into memory: it writes
+temporary files only for random access.
 """
 
 from __future__ import annotations
@@ -144,13 +139,11 @@ def begin_image(source: ImageSource, limits: ImageLimits) -> DecodedImage:
     """Reads and checks one image. Blocks. The ``decode`` of the result decodes the image.
 
     If an image has several frames or pages, the first one is used. EXIF orientation is applied. Alpha is dropped,
-    unless an OnBackground gives a colour. Grey becomes three equal channels. 16-bit values keep their upper 8 bits.
-    Limits are checked on the header, before a pixel is decoded. An array is not copied if it is [height, width, 3] and
-    contiguous: don't change it while the request runs.
+    unless an OnBackground gives a colour. Grey becomes three equal channels. 16-bit values keep their upper 8 bits. An
+    array is not copied if it is [height, width, 3] and contiguous: don't change it while the request runs.
 
     Raises InvalidRequest (wrong type, dtype or shape, or an unreadable path), UnsupportedImageError,
-    ImageTooLargeError, and ImageDecodeError (empty or broken). ``decode`` raises ImageDecodeError (broken or
-    truncated).
+    ImageTooLargeError, and ImageDecodeError (empty or broken; of ``decode`` also truncated).
     """
     background = source.colour if isinstance(source, OnBackground) else None
     payload = read_source(source, limits)
@@ -244,8 +237,7 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
 
 
 def read_header(data: bytes, limits: ImageLimits, background: Colour | None = None) -> Undecoded:
-    """Reads and checks the header of an encoded image. Raises UnsupportedImageError, ImageTooLargeError,
-    ImageDecodeError."""
+    """Reads and checks the header. Raises UnsupportedImageError, ImageTooLargeError, ImageDecodeError."""
     if bmp.AVAILABLE and data.startswith(bmp.MAGIC):
         return BmpImage(data, limits, background)
     if (size := plain_size(data)) is not None:
@@ -308,7 +300,6 @@ class EncodedImage:
 
     @property
     def upright_size(self) -> tuple[int, int]:
-        """Width and height of the upright image."""
         width, height = self._image.width, self._image.height
         is_on_its_side = _metadata(self._image, "orientation") in range(5, 9)
         return (height, width) if is_on_its_side else (width, height)
@@ -362,8 +353,7 @@ def _sniff(data: bytes) -> str:
 
 
 def _checked(image: pyvips.Image, limits: ImageLimits, kind: Kind = PIXELS) -> pyvips.Image:
-    """Returns the first frame of ``image`` after a check of its size. Raises pyvips.Error, ImageDecodeError,
-    ImageTooLargeError."""
+    """Returns the first frame, of a valid size. Raises pyvips.Error, ImageDecodeError, ImageTooLargeError."""
     # libvips stacks all loaded frames vertically.
     height = image.get_page_height()
     if height != image.height:
@@ -477,7 +467,6 @@ def _unsupported(what: str) -> UnsupportedImageError:
 
 
 def _broken(name: str) -> ImageDecodeError:
-    """Returns the error without libvips' own message. All threads share its error buffer, so the message may concern
-    another request's image."""
+    """Returns the error without libvips' message: all threads share its buffer, so it may concern another request."""
     vips_lib.vips_error_clear()
     return ImageDecodeError(FIELD, f"is broken or truncated {name} data")

@@ -1,8 +1,7 @@
 """The tags of a TIFF that say what its samples mean: which TIFFs libvips reads with the right colours.
 
-libvips uses samples whose meaning it does not know as if they were RGB or grey, so colours can change without an error.
-Therefore only the combinations of tags whose pixels are known to be right are accepted. The tests compare them with
-values computed from the TIFF 6.0 specification. All other combinations are refused by name.
+libvips takes samples whose meaning it does not know for RGB or grey. So only the combinations of tags whose pixels are
+known to be right are accepted. The tests compare them with the TIFF 6.0 specification.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ _FRAMES = {
 
 
 def what(data: bytes, name: str) -> str | None:
-    """Describes an image of format ``name`` that can't be decoded although it may be valid, as words after "is"; None
-    if it can."""
+    """Describes why a valid image of format ``name`` can't be decoded, as words after "is"; None if it can."""
     if name == "JPEG":
         return _jpeg(data)
     if name == "PNG" and data[12:16] == b"CgBI":

@@ -86,8 +86,7 @@ class Answers:
             raise ValueError(f"{width}x{height} pixels")
 
     def _looks(self, done: dict[str, Any], job: ImageJob, segment: int) -> Looks:
-        """Returns what a decoder has prepared. The crops or pixels are in memory that the decoder cannot shrink. Raises
-        OSError and the errors of ``read``."""
+        """Returns what a decoder has prepared, in memory that it cannot shrink. Raises OSError and as ``read``."""
         width, height = int(done["width"]), int(done["height"])
         keys = [str(key) for key in done["keys"]]
         self._check_size(width, height)

@@ -1,8 +1,7 @@
 """The code of a decoder process: it checks and decodes one image after the other, and makes crops and content key.
 
-A decoder is a fork of the template (processes/), confines itself, and may be killed at any time. It reads no
-environment variable and can open no file. Images and crops are passed in segments. A decoder ends when its line is
-closed.
+A decoder is a fork of the template (processes/), confines itself, and may be killed at any time. Images and crops are
+passed in segments. A decoder ends when its line is closed.
 """
 
 from __future__ import annotations
@@ -112,8 +111,6 @@ def serve(line: Line, memory: int) -> None:
 
 
 class ImageDecoder:
-    """The work on one image after the other."""
-
     def __init__(self, limits: ImageLimits, vision: VisionConfig, memory: int = -1) -> None:
         self._limits, self._vision, self._memory = limits, vision, memory
         self._bytes_per_look = 3 * vision.crop_size**2 * (1 + vision.max_crops)
@@ -125,8 +122,8 @@ class ImageDecoder:
         """The mapping of the last image's crops. To unmap it takes time, which should not delay the answer."""
 
     def take_crops_segment(self, descriptor: int, num_bytes: int) -> None:
-        """Accepts the segment for the crops of the next image, and prepares ``num_bytes`` of it for writing, because
-        the first write to a page costs as much as the work on its pixels."""
+        """Accepts the segment for the crops of the next image, and writes ``num_bytes`` of it, because the first write
+        to a page costs as much as the work on its pixels."""
         self._mapped = self._written = None
         if self._crops >= 0:
             os.close(self._crops)

@@ -29,8 +29,7 @@ it takes 0.2 ms, so callers that wait for the answer go first."""
 
 
 class DecoderProcess:
-    """One decoder. Belongs to one event loop. ``on_message`` gets each message of the decoder. The last one is
-    {"ended": status}, or {"ended": None} if the status is not known."""
+    """One decoder. Belongs to one event loop. ``on_message`` gets its messages, at last {"ended": status or None}."""
 
     def __init__(
         self,
@@ -42,8 +41,7 @@ class DecoderProcess:
         confine: str = "auto",
         nice: int = 0,
     ) -> None:
-        """``num_bytes``: memory that an image may take. ``confine``: one of ``confinement.MODES``. Raises
-        OSError if no process can be started."""
+        """``num_bytes``: memory of an image. ``confine``: one of ``confinement.MODES``. Raises OSError."""
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
@@ -114,8 +112,7 @@ class DecoderProcess:
         return self._line.fileno() >= 0
 
     def close(self) -> None:
-        """Releases and kills the decoder: one that an image controls would not end. ``on_message`` does not get its
-        end. Idempotent."""
+        """Kills the decoder, as an image may control it, without a message about its end. Idempotent."""
         if self.is_open:
             self.kill()
             self._loop.remove_reader(self._line)

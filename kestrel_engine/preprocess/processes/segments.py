@@ -1,8 +1,8 @@
 """Segments of memory that the server's process and its decoders share.
 
 A segment is anonymous memory, passed as a file descriptor. It carries encoded bytes or pixels to a decoder, and crops
-back. The server's process creates all segments. It writes and reads them with calls that report a segment of the wrong
-size. It maps a segment only after it has sealed it, so that the decoder can't shrink it.
+back. The server's process creates all segments. Its calls report a segment of the wrong size. It maps a segment only
+after it has sealed it, so that the decoder can't shrink it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def read_segment(descriptor: int, into: np.ndarray) -> bool:
 
 
 def map_segment(descriptor: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the first bytes of a segment as a uint8 array. On Linux, a large array is the segment's own memory,
-    without a copy. The memory stays until the array is dropped, even if the descriptor is closed. Raises ValueError if
-    the segment has fewer bytes, and OSError if it can't be mapped."""
+    """Returns the first bytes of a segment as a uint8 array, a large one on Linux without a copy. Its memory outlives
+    the descriptor. Raises ValueError if the segment has fewer bytes, and OSError if it can't be mapped.
+    """
     size = math.prod(shape)
     if sys.platform != "linux" or size < _MAPPED_BYTES:
         array = np.empty(shape, np.uint8)
