@@ -167,8 +167,7 @@ def check(found: AdapterFiles, shapes: Shapes, text: TextConfig) -> CheckedAdapt
 
 
 def read(checked: CheckedAdapter, dtype: torch.dtype, packer: Packer | None = None) -> Adapter:
-    """Reads a checked adapter into host memory. Raises AdapterUnfit for values that aren't finite or files that
-    changed."""
+    """Reads a checked adapter into host memory. Raises AdapterUnfit for values that aren't finite or changed files."""
     from ..models.low_rank import LowRank
 
     found = checked.found

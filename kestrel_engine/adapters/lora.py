@@ -41,8 +41,7 @@ class TextLoRAConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoRA:
-    """A and B of each MLP's layers. ``tensors``: by canonical module name with ``.A`` and ``.B``. An engine copies
-    them."""
+    """A and B of each MLP's layers. ``tensors``: by canonical name with ``.A`` and ``.B``. An engine copies them."""
 
     config: TextLoRAConfig
     tensors: dict[str, Tensor]

@@ -1,8 +1,7 @@
 """The tensors that the files of an adapter hold: what the files say of them, bounded, and their values.
 
 Files of the operator's folder change while the server reads them. So no values are read from mapped memory: the kernel
-kills a process that reads a part of a mapped file that was cut off. A .safetensors file is opened once for header and
-values.
+kills a process that reads a part of a mapped file that was cut off. Each .safetensors file is opened once.
 
 The unpickler of torch (``weights_only``) calls what it allows with the file's arguments: ``bytearray(10**12)`` takes
 the memory of the host. So only the calls that make dense tensors may be in a .pt file.

@@ -84,8 +84,7 @@ class Built:
 async def build_off_loop(
     config: RuntimeConfig, progress: Progress | None = None, lora: LoRA | None = None
 ) -> Built:
-    """As `build`, in a thread that ends with it: cuBLAS keeps 32 MB for each stream of a thread until the thread
-    ends."""
+    """As `build`, in a thread that ends with it: cuBLAS keeps 32 MB for each stream of a living thread."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="kestrel-loading")
     try:
         loading = thread.submit(copy_context().run, build, config, progress, lora)

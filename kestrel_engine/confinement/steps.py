@@ -69,8 +69,7 @@ class Confinement:
 
 
 def hide_memory() -> None:
-    """On Linux, closes this process's memory, environment and descriptors to its user's other processes. No core
-    dumps."""
+    """On Linux, closes memory, environment and descriptors to the user's other processes. No core dumps."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 

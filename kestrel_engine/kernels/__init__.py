@@ -1,6 +1,5 @@
 """Triton kernels, one family in each module. A kernel computes in one launch what takes several lines of torch.
 
-Kernels have no notion of sequences, requests or steps. Importing a module loads Triton, so only `runtime.gpu` may
-import one. With TRITON_INTERPRET=1, set before the import, all kernels run on CPU tensors. The tests use this to
-compare them with plain torch on a machine without a GPU.
+Importing a module loads Triton, so only `runtime.gpu` may import one. With TRITON_INTERPRET=1, set before the import,
+all kernels run on CPU tensors, as in the tests.
 """

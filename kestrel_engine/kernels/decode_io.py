@@ -1,7 +1,7 @@
 """The input and the output of a decode pass: embedding each row's token, and storing the token that it samples.
 
-The host sends a row's input token, or the kind PREVIOUS for the token that the sequence sampled last, which the host
-may not know yet. The device stores the last sampled token of each sequence. Kinds of tokens: TEXT, COORD, SIZE.
+The kind PREVIOUS stands for the token that the sequence sampled last, which the device stores, and which the host may
+not know yet. Kinds of tokens: TEXT, COORD, SIZE.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ the probabilities of the values near the coord and near the size, as bits."""
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The token that each sequence sampled last. ``ids``, ``kinds``: [num_seqs] int32. ``values``: [num_seqs, 2]
-    float32, a coordinate, or a width and a height."""
+    """Each sequence's last token. ``ids``, ``kinds``: [num_seqs] int32. ``values``: [num_seqs, 2] float32, a
+    coordinate, or a width and a height."""
 
     ids: Tensor
     kinds: Tensor
@@ -55,10 +55,8 @@ def feed_rows(
 
     ``kinds``: [M]; a row of kind PREVIOUS reads its token from ``sampled`` at ``seqs``, other rows from ``ids`` [M] or
     ``values`` [M, 2]. ``new_pages``: [M, 2] int32, an index into the flat ``page_table`` (negative for none) and the
-    page to write there. ``page_table``: [num_seqs, max_pages] int32, contiguous.
-
-    Writes ``x`` [M, dim], the rows of ``wte`` for TEXT and undefined values for other kinds, ``kinds_out`` [M] int32
-    and ``values_out`` [M, 2] float32.
+    page to write there. ``page_table``: [num_seqs, max_pages] int32, contiguous. Writes ``x`` [M, dim], the rows of
+    ``wte`` for TEXT and undefined values for other kinds, ``kinds_out`` [M] int32 and ``values_out`` [M, 2] float32.
     """
     dim = wte.shape[1]
     _feed_kernel[(len(x),)](
@@ -95,7 +93,7 @@ def _feed_kernel(
 @dataclass(frozen=True, slots=True)
 class Bins:
     """The best bins of a region head: ``bins`` int32, and ``near`` float32, the probability of the bins near each. Both
-    are [M, heads]. Each head has ``num_bins`` bins."""
+    are [M, heads]."""
 
     bins: Tensor
     near: Tensor
@@ -146,11 +144,9 @@ def keep_rows(
     """Stores the sampled tokens of M rows in ``sampled`` at ``seqs`` and in ``results`` [M, RESULT_WIDTH] int32.
 
     A result is bad if ``bad`` [M] int32 is set (its logits are not finite), if its row of ``hidden`` [M, dim] is not
-    finite, or if the probability of the bins near its value is NaN.
-
-    ``flags``: [M] int32, any stride. If the bit ``reads_coord`` is set and the id is ``coord_id``, the row takes its
-    value from ``coords`` [M, 1]; likewise ``reads_size``, ``size_id`` and ``sizes`` [M, 2]. ``coords`` and ``sizes``
-    may both be None if no row sets a flag.
+    finite, or if the probability of the bins near its value is NaN. ``flags``: [M] int32, any stride. If the bit
+    ``reads_coord`` is set and the id is ``coord_id``, the row takes its value from ``coords`` [M, 1]; likewise
+    ``reads_size``, ``size_id`` and ``sizes`` [M, 2]. Both may be None if no row sets a flag.
     """
     assert (coords is None) == (sizes is None), "coordinates and sizes are read together"
     spatial = coords is not None

@@ -1,8 +1,8 @@
 """Conversion to and from float8_e4m3fn in kernels: rounding by arithmetic, and widening by instructions or by bits.
 
-Kernels read such a tensor as bytes (`as_bytes`), because compilers for GPUs before 8.9 reject the dtype, and other
-compilers differ in their rounding. The rounding here is to the nearest value with ties to even, as in torch. Values
-beyond 448, the largest finite number, become 448. NaN stays NaN, so that a fault remains visible.
+Kernels read such a tensor as bytes (`as_bytes`): compilers for GPUs before 8.9 reject the dtype, and others differ in
+their rounding. Rounding is to the nearest value with ties to even, as in torch. Values beyond the largest, 448, become
+448. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ def as_bytes(pool: Tensor) -> Tensor:
 
 
 def has_units(device: torch.device) -> bool:
-    """Returns whether kernels on ``device`` widen FP8 by instructions: from compute capability 8.9 on, not
-    interpreted."""
+    """Returns whether kernels on ``device`` widen FP8 by instructions: from 8.9 on, not interpreted."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -57,8 +56,7 @@ def decode_e4m3(byte, UNITS: tl.constexpr):
 
 @triton.jit
 def stored(x, pool, inverse):
-    """Returns float32 ``x`` in the format of ``pool``: in its dtype or, for a pool of bytes, x * ``inverse`` as
-    e4m3."""
+    """Returns float32 ``x`` in the dtype of ``pool``; for a pool of bytes, x * ``inverse`` as e4m3."""
     if pool.dtype.element_ty == tl.uint8:
         return encode_e4m3(x * inverse)
     else:

@@ -20,8 +20,8 @@ VERSIONS = ((3, 6), (3, 8))
 
 
 def hopper_programs(device: torch.device) -> int:
-    """Returns one persistent program for each multiprocessor of a Hopper GPU that is not spared. Returns 0 for other
-    devices, and for a version of Triton that is not supported."""
+    """Returns one persistent program for each multiprocessor of a Hopper GPU that is not spared; 0 for other devices
+    and for a version of Triton that is not supported."""
     programs = hopper_multiprocessors(device)
     return programs if programs and is_supported() else 0
 

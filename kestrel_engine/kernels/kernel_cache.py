@@ -23,10 +23,8 @@ _folders: list[Path] = []
 
 class CarriedKernels(FileCacheManager):
     """Finds compiled kernels in a folder that an image or a volume carries, before Triton's own cache. Triton makes one
-    for each kernel; ``key`` names the kernel's subfolder.
-
-    Triton's cache notes the absolute path of each file, and makes folders where it only looks. A carried folder may lie
-    elsewhere than where it was filled, and may be read-only. What it lacks is compiled into Triton's own cache.
+    for each kernel; ``key`` names the kernel's subfolder. Triton's cache notes the absolute path of each file. A
+    carried folder may have moved, and may be read-only. What it lacks goes to Triton's own cache.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -68,11 +66,9 @@ def use_carried_kernels(folder: Path) -> None:
 
 @functools.cache
 def settle_keys() -> None:
-    """Computes the keys of all kernels of this package, always in the same order. Call it before the first launch.
-
-    The key of a kernel has the constants that its source reads. Triton (3.6, 3.7) adds those of a function that the
-    kernel calls only if that function had its key before, because another kernel calls it too. So two processes that
-    launch the same kernels in another order would look for different files.
+    """Computes the keys of all kernels of this package in one order. Call it before the first launch. The key of a
+    kernel has the constants that its source reads. Triton (3.6, 3.7) adds those of a function that it calls only if
+    that function had its key before. So processes that launch in another order would look for different files.
     """
     package = importlib.import_module(__package__ or "")
     names = [each.name for each in pkgutil.walk_packages(package.__path__, f"{__package__}.")]
@@ -88,8 +84,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompileMeter:
-    """Thread-safe counters of compilations. A compilation in a thread that serves logs a warning, because requests wait
-    for it. One in another thread does not: a model may be loaded while another one serves."""
+    """Thread-safe counters of compilations. One in a thread that serves logs a warning: requests wait for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

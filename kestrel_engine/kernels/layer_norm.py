@@ -1,7 +1,7 @@
 """LayerNorm of rows, fused with the sums before it: a pending bias, or the split-K partial sums of a decode step.
 
-A row has at most 4096 elements. The statistics are computed in float32, with the variance of the centred row. Every sum
-has a fixed order, so a row's result depends neither on the batch nor on the run.
+A row has at most 4096 elements. The statistics are float32, with the variance of the centred row. Every sum has a fixed
+order, so a row's result depends neither on the batch nor on the run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ LEAST_PEAK = 1e-12
 
 
 class Summand(NamedTuple):
-    """A summand of the stream, as a kernel reads it: ``data`` [splits, M, D], whose splits are added in order. The
-    kernels have the numbers of splits of all parts as a constant."""
+    """A summand of the stream, as a kernel reads it: ``data`` [splits, M, D], whose splits are added in order."""
 
     data: Tensor
     split_stride: int
@@ -165,10 +164,8 @@ def _add_layer_norm_kernel(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, *, pending: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
-    """Returns ``LN(x + pending)`` [T, D], in ``out`` if that is given.
-
-    ``x``: [T, D], with any row stride. ``weight``, ``bias``: [D]. ``pending``: [D] float32, biases that the residual
-    stream does not contain yet. ``out``: [T, D]; it may be ``x``.
+    """Returns ``LN(x + pending)`` [T, D], in ``out`` if given, which may be ``x``. ``x``: [T, D], with any row stride.
+    ``weight``, ``bias``: [D]. ``pending``: [D] float32, biases that the residual stream does not contain yet.
     """
     rows, dim = x.shape
     out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
@@ -219,13 +216,11 @@ def add_layer_norm(
     stream: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Adds a decode step's residual: ``stream = x + bias + sum(parts)``, rounded to x's dtype. Returns ``LN(stream)``
-    [M, D].
+    """Adds a decode step's residual, ``stream = x + bias + sum(parts)``, in x's dtype. Returns ``LN(stream)`` [M, D].
 
-    ``x``: [M, D]. ``parts``: tensors, each [S, M, D] or [M, D], in float32 or x's dtype, with a contiguous
-    last dimension. ``bias``: [D] float32. ``weight``, ``ln_bias``: [D]. ``stream``: [M, D]; x itself if None. The parts
-    are added in the given order, and the splits of a part from first to last. ``pdl``: launch as a programmatic
-    dependent (sm_90), which reads the parameters while the preceding kernel still runs.
+    ``x``: [M, D]. ``parts``: tensors, each [S, M, D] or [M, D], in float32 or x's dtype, with a contiguous last
+    dimension, added in order. ``bias``: [D] float32. ``weight``, ``ln_bias``: [D]. ``stream``: [M, D]; x itself if
+    None. ``pdl``: launch as a programmatic dependent (sm_90), which reads the parameters early.
     """
     rows, dim = x.shape
     out = torch.empty((rows, dim), dtype=x.dtype, device=x.device) if out is None else out
@@ -252,6 +247,5 @@ def part_arguments(parts: Sequence[Tensor]) -> tuple[tuple[Summand, ...] | None,
 
 
 def row_warps(block: int) -> int:
-    """Returns the warps for eight elements a thread, a 16-byte access in half precision. A row's latency matters more
-    than occupancy."""
+    """Returns the warps for eight elements a thread: a row's latency matters more than occupancy."""
     return min(max(block // 256, 1), 16)

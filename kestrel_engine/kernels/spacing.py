@@ -1,6 +1,6 @@
 """spaced: a kernel that waits on the device until some time has passed since it last ended.
 
-The host could not keep such a pace: launching new work takes it some milliseconds.
+The host takes some milliseconds to launch new work, too long for such a pace.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def _nap(unused):
 
 
 def spaced(last: Tensor, seconds: float) -> None:
-    """Enqueues a wait until ``seconds`` after ``last``, and sets ``last`` to the end of the wait.
-
-    ``last``: [1] int64 on a CUDA device, in nanoseconds of the device's clock; 0 at first.
-    """
+    """Enqueues a wait until ``seconds`` after ``last``, and sets ``last`` to the end of the wait. ``last``: [1] int64
+    on a CUDA device, in nanoseconds of the device's clock; 0 at first."""
     spacing_ns = round(seconds * 1e9)
     _spaced[(1,)](last, spacing_ns, spacing_ns // _LEAST_NAP_NS + 1, num_warps=1)

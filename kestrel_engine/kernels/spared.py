@@ -1,7 +1,6 @@
 """How many multiprocessors persistent kernels take, and how many they leave to other work on the GPU.
 
-A persistent kernel has one program for each multiprocessor, and runs as long as all its tiles take. Kernels of another
-stream wait until then, whatever their priority is.
+A persistent kernel runs as long as all its tiles take, and kernels of other streams wait, whatever their priority is.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def sparing(count: int) -> Iterator[None]:
 
 
 def hopper_multiprocessors(device: torch.device) -> int:
-    """Returns the multiprocessors of a Hopper GPU that are not spared; 0 for other devices, which are too small or
-    untested."""
+    """Returns the multiprocessors of a Hopper GPU that are not spared; 0 for other devices, untested here."""
     return max(of_hopper(device) - spared(), 0)
 
 

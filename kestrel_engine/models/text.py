@@ -40,10 +40,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Tau:
-    """Moondream 3's factors on queries and values, one for each head, from content and position.
-
-    ``weights``: [2 * heads, 3 * dim], wq above wv. ``alpha``: [heads] float32.
-    """
+    """Moondream 3's factors on queries and values, one for each head, from content and position. ``weights``: [2 *
+    heads, 3 * dim], wq above wv. ``alpha``: [heads] float32."""
 
     weights: Tensor
     alpha: Tensor
@@ -64,10 +62,8 @@ class Tau:
 @dataclass(frozen=True, slots=True)
 class Moe:
     """Mixture of experts: the sum of the chosen experts' outputs, weighted by a softmax over their router logits.
-
     ``fc1``: [experts, 2 * inner, dim], the rows of h, then those of g. ``fc2``: [experts, dim, inner]. Both may be in 4
-    or 8 bits, with the scales ``fc1_scale`` and ``fc2_scale`` (`weight_only`).
-    """
+    or 8 bits, with the scales ``fc1_scale`` and ``fc2_scale`` (`weight_only`)."""
 
     router: Linear
     fc1: Tensor
@@ -91,10 +87,8 @@ class Moe:
         )
 
     def __call__(self, u: Tensor, adapters: TextAdapters | None = None) -> Tensor:
-        """Applies the experts to ``u`` [num_tokens, dim], in the same shape.
-
-        Tokens are grouped by expert, so only the weights of chosen experts are read.
-        """
+        """Applies the experts to ``u`` [num_tokens, dim], in the same shape. Tokens are grouped by expert, so only the
+        weights of chosen experts are read."""
         chosen_logits, chosen = self.router(u).topk(self.experts_per_token, dim=-1)
         weights = chosen_logits.float().softmax(dim=-1)
         if len(u) == 1:
@@ -221,11 +215,9 @@ class TextModel:
         adapters: TextAdapters | None = None,
         kept: Tensor | None = None,
     ) -> Tensor:
-        """Returns the residual stream [num_tokens, dim] after the last block, before ``post_ln``.
-
-        ``x``: embeddings [num_tokens, dim]. ``positions``: [num_tokens] int64. ``adapters``: those of the tokens; None
-        if no token has one. ``kept``: the indices of the tokens whose result is returned; None for all.
-        """
+        """Returns the residual stream [num_tokens, dim] after the last block, before ``post_ln``. ``x``: embeddings
+        [num_tokens, dim]. ``positions``: [num_tokens] int64. ``adapters``: those of the tokens; None if no token has
+        one. ``kept``: the indices of the tokens whose result is returned; None for all."""
         placement = self.place(positions)
         if adapters is None and isinstance(attention, DecodeAttention):
             step = self._decode_step

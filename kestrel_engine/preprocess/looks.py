@@ -90,8 +90,8 @@ class Tiled:
 @dataclass(frozen=True, slots=True, eq=False)
 class InCrops:
     """An image that the model sees in at most ``max_crops`` tiles beside the overview, in place of the image.
-    ``source``: the image, in any form, or an InRegion. The limit may not exceed the model's own. 1: the overview
-    alone."""
+    ``source``: the image, in any form, or an InRegion. The limit may not exceed the model's own. 1: overview alone.
+    """
 
     source: Any
     max_crops: int

@@ -12,8 +12,7 @@ from .looks import Selection, look_size, regions
 
 
 class MeasuredImage(NamedTuple):
-    """``size``: width and height in pixels of the whole upright image. ``crops``: those that the tower reads, by
-    look."""
+    """``size``: width and height in pixels of the whole upright image. ``crops``: that the tower reads, by look."""
 
     size: tuple[int, int]
     crops: tuple[int, ...]

@@ -53,8 +53,7 @@ class HubRepositories:
         return str(self._info(wanted, name, files=False).sha)
 
     def fetch(self, wanted: Repository, commit: str, staging: Staging) -> Mapping[str, str | None]:
-        """Downloads an adapter's files. Raises as ``commit``, and AdapterUnfit unless the repository holds one
-        adapter."""
+        """Downloads an adapter's files. Raises as ``commit``, and AdapterUnfit unless there is exactly one."""
         at = Repository(wanted.repo, commit)
         sizes, digests = {}, {}
         for sibling in self._info(at, staging.name, files=True).siblings or ():

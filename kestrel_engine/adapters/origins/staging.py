@@ -16,8 +16,7 @@ DOWNLOAD_S = 600.0
 
 
 class Staging:
-    """``folder`` takes the files. ``make_room`` gets the download's bytes before any is written. ``max_bytes``: of one
-    adapter."""
+    """``folder`` takes the files, ``make_room`` the download's bytes beforehand. ``max_bytes``: of one adapter."""
 
     def __init__(
         self,

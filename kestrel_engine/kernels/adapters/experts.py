@@ -40,8 +40,7 @@ class ExpertChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertChanges:
-    """The changes of one layer's experts, for tokens with the slabs ``rows``. The offsets of A and of B in a slab, of
-    fc1 and of fc2."""
+    """The changes of one layer's experts, for tokens with the slabs ``rows``: the offsets of A and B of fc1 and fc2."""
 
     rows: RowSlabs
     fc1_a: int
@@ -139,8 +138,8 @@ def shrink_experts(
     pair's ranks are not written.
 
     ``x``: with ``of_tokens`` [T, K], the inputs of tokens; otherwise [pairs, K]. ``experts``: [T, k] int32. ``order``:
-    [pairs] int32, the pair of each row of ``x`` and of the result; None if they are in the order of pairs. ``pdl``:
-    launch as a programmatic dependent (sm_90).
+    [pairs] int32, the pair of each row of ``x`` and of the result; None if in order. ``pdl``: launch as a programmatic
+    dependent (sm_90).
     """
     inputs, (num_tokens, k) = x.shape[1], experts.shape
     out = torch.empty((num_tokens * k, WIDTH), dtype=torch.float32, device=x.device)

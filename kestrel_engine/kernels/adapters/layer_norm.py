@@ -1,9 +1,8 @@
 """The LayerNorm of a decode step, with the halves of adapters' changes on both of its sides.
 
 The program of a row adds the change of the MLP before it, B times the sum of the parts of A times the hidden layer, and
-multiplies its result by the A of the MLP after it. So a change of an MLP needs no launch of its own: the GEMM between
-them does the other halves (`skinny_linear.GemmChanges`). Rows without an adapter are computed as by
-`kernels.layer_norm.add_layer_norm`. They read nothing else.
+multiplies its result by the A of the MLP after it. The GEMM between them does the other halves
+(`skinny_linear.GemmChanges`). Rows without an adapter are computed as by `kernels.layer_norm.add_layer_norm`.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class WholeChange:
 
 @dataclass(frozen=True, slots=True)
 class NextProducts:
-    """The products of the result with the A [16, dim] at ``a_at`` in the slabs of ``rows``. ``out``: [M, ranks]
-    float32, to be written."""
+    """The products of the result with the A [16, dim] at ``a_at`` of ``rows``. ``out``: [M, ranks] float32."""
 
     rows: RowSlabs
     out: Tensor
@@ -274,9 +272,7 @@ def adapted_layer_norm(
     out: Tensor,
 ) -> Tensor:
     """As `kernels.layer_norm.add_layer_norm`, and adds ``summed`` and up to two ``whole`` changes to the stream, and
-    writes up to two ``shrunk``. All have the same anchor and array of slabs.
-
-    ``parts`` are [S, M, D] or [M, D]; there may be none.
+    writes up to two ``shrunk``. All have the same anchor and array of slabs. ``parts`` may be empty.
     """
     num_rows, dim = x.shape
     if not num_rows:

@@ -1,9 +1,8 @@
 """The changes of linear layers by adapters for many rows, such as the tokens of prompts: ``y += (x @ A.T) @ B.T``.
 
-Two kernels: the first one multiplies tiles of rows by the A of their adapters, the second one adds the products with B.
-A tile works for each slab that one of its rows uses. The tokens of a sequence are adjacent, so that is one adapter in
-most tiles. A tile without an adapter ends at once. The sums have a fixed order: a row's result depends neither on the
-other rows nor on the run.
+One kernel multiplies tiles of rows by the A of their adapters, another adds the products with B. A tile works for each
+slab that one of its rows uses; adjacent tokens mostly share it. The sums have a fixed order: a row's result depends
+neither on the other rows nor on the run.
 """
 
 from __future__ import annotations
@@ -111,14 +110,13 @@ def _expand_kernel(
 def change_rows(
     x: Tensor, rows: RowSlabs, a_at: int, b_at: int, *, add_to: Tensor, gelu: bool = False
 ) -> None:
-    """Adds the change of a layer with the input ``x`` [M, K] to ``add_to`` [M, N]. ``gelu``: then applies the tanh GELU
-    to all rows."""
+    """Adds the change of a layer for ``x`` [M, K] to ``add_to`` [M, N]. ``gelu``: tanh GELU of all rows follows."""
     expand_rows(shrink_rows(x, rows, a_at), rows, b_at, add_to=add_to, gelu=gelu)
 
 
 def shrink_rows(x: Tensor, rows: RowSlabs, a_at: int, *, out: Tensor | None = None) -> Tensor:
     """Returns ``x`` [M, K] times the A [16, K] at ``a_at`` of the rows' slabs, as partial sums [`num_parts`, M, ranks]
-    float32. Other elements than those of a row's own ranks are not written."""
+    float32. Only the elements of a row's own ranks are written."""
     num_rows, inputs = x.shape
     count = num_parts(inputs)
     if out is None:
@@ -140,9 +138,7 @@ def expand_rows(
     shrunk: Tensor, rows: RowSlabs, b_at: int, *, add_to: Tensor, gelu: bool = False
 ) -> None:
     """Adds ``shrunk`` of `shrink_rows`, times the B [N, 16] at ``b_at`` of the rows' slabs, to ``add_to`` [M, N].
-
-    ``gelu``: then applies the tanh GELU to all rows.
-    """
+    ``gelu``: as of `change_rows`."""
     num_rows, columns = add_to.shape
     assert add_to.stride(1) == 1 and shrunk.shape[1] == num_rows and shrunk[0].is_contiguous()
     assert len(rows.first) == len(rows.count) == num_rows and rows.anchor.dtype == add_to.dtype

@@ -1,9 +1,9 @@
 """Slabs: the memory in which kernels find adapters, and what a tile of a linear layer does with them.
 
-A slab holds 16 ranks of one adapter, for all layers that the adapter may change: for each layer A [16, in] and B [out,
-16]. An adapter of a higher rank has several slabs. All slabs have the same layout, so a captured graph holds the offset
-of a layer, and reads from the device which slabs a row uses. The places of slabs are distances from an anchor, because
-a kernel knows the type of what the anchor points to, and the alignment of what it adds.
+A slab holds 16 ranks of one adapter: A [16, in] and B [out, 16] of each layer that it may change. An adapter of a
+higher rank has several slabs. All have the same layout, so a captured graph holds the offset of a layer and reads which
+slabs a row uses. Their places are distances from an anchor, because a kernel knows the type of what the anchor points
+to, and the alignment of what it adds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _WIDTH = tl.constexpr(RANKS * MOST_SLABS)
 
 @dataclass(frozen=True, slots=True)
 class RowSlabs:
-    """The slabs of the rows of a pass. ``anchor``: [1], in the dtype of the slabs. ``slabs``: [n] int64, the distances
-    of the slabs. ``first``, ``count``: [M] int32; row m has the slabs first[m] to first[m] + count[m] - 1, and its
-    first rank is that of its first slab. Rows without an adapter have the count 0. Slabs between those of two rows
-    have the same layout."""
+    """The slabs of a pass's rows. ``anchor``: [1], in the dtype of the slabs. ``slabs``: [n] int64, the distances of
+    the slabs. ``first``, ``count``: [M] int32; row m has the slabs first[m] to first[m] + count[m] - 1, and its first
+    rank is that of its first slab. Rows without an adapter have 0. Slabs between two rows' have the same layout.
+    """
 
     anchor: Tensor
     slabs: Tensor
@@ -72,8 +72,8 @@ def shrunk_rows(num_rows: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def ranks_of(anchor, slabs, at, end, GROUP: tl.constexpr):
-    """Returns for each rank of GROUP slabs from ``at`` on, [GROUP * 16]: the slab's index, the rank within the slab,
-    whether it exists, and the pointer to the slab."""
+    """For each rank of GROUP slabs from ``at`` on, [GROUP * 16]: its slab's index, its rank there, whether it exists,
+    and the slab's pointer."""
     rank = tl.arange(0, GROUP * _RANKS)
     slab = at + rank // _RANKS
     there = slab < end
@@ -83,8 +83,7 @@ def ranks_of(anchor, slabs, at, end, GROUP: tl.constexpr):
 
 @triton.jit
 def load_b(anchor, slabs, at, end, b_at, rows_n, keep_n, GROUP: tl.constexpr):
-    """Returns the rows ``rows_n`` of B of GROUP slabs from ``at`` on: [BLOCK_N, GROUP * 16]. ``b_at``: the offset of B
-    in a slab. ``keep_n``: the rows that exist."""
+    """Returns the rows ``rows_n`` of B of GROUP slabs from ``at`` on: [BLOCK_N, GROUP * 16], where ``keep_n``."""
     _, rank, there, base = ranks_of(anchor, slabs, at, end, GROUP)
     return tl.load(
         base[None, :] + (b_at + rows_n[:, None] * _RANKS + rank[None, :]),
@@ -145,8 +144,7 @@ def add_expanded(
 def store_all_shrunk(
     h, anchor, slabs, firsts, counts, begin, end, parts, a_at, inputs, rows_m, rows_n, keep_n, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Stores A times ``h`` [BLOCK_N, BLOCK_M], whose rows are the inputs ``rows_n``: a part of the sum over all
-    inputs."""
+    """Stores A times ``h`` [BLOCK_N, BLOCK_M], whose rows are the inputs ``rows_n``: a part of the sum."""
     for at in tl.range(begin, end, GROUP, num_stages=1):
         a = load_a(anchor, slabs, at, end, a_at, inputs, rows_n, keep_n, GROUP)
         part = tl.dot(a, h.to(a.dtype), input_precision="ieee")
@@ -155,8 +153,8 @@ def store_all_shrunk(
 
 @triton.jit
 def slabs_of(slab_first, slab_count, rows_m, keep_m):
-    """Returns the first slab and the number of slabs of each row, and the range of all rows' slabs. The slabs outside
-    of it may be of another kind, and must not be read."""
+    """Returns the first slab and the number of slabs of each row, and the range of all rows' slabs. Slabs outside of it
+    may be of another kind, and must not be read."""
     firsts = tl.load(slab_first + rows_m, mask=keep_m, other=0)
     counts = tl.load(slab_count + rows_m, mask=keep_m, other=0)
     end = tl.max(tl.where(counts > 0, firsts + counts, 0), 0)

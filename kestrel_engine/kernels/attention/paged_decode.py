@@ -2,12 +2,8 @@
 
 The kernel does all work between the qkv GEMM and the output projection of a decode step, in float32: Moondream 3's tau
 factors, RoPE, storing the new key and value, and softmax attention over positions 0..p. For each group of heads,
-``splits`` programs divide the positions of a row and write partial sums. The program that finishes last adds them, in
-the order of the splits, so the result is deterministic.
-
-The split-and-merge scheme is that of Flash-Decoding (Dao et al. 2023). Matrix units are of no use with one query a row.
-The products are fused multiply-adds over tiles [positions, heads, head_dim], which read contiguous runs of
-``heads * head_dim`` elements.
+``splits`` programs divide the positions of a row (Flash-Decoding, Dao et al. 2023). The program that finishes last adds
+the partial sums in the order of the splits, so the result is deterministic. One query a row needs no matrix units.
 """
 
 from __future__ import annotations
@@ -42,11 +38,9 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Partial sums of the splits, for one launch at a time. Launches on one stream may share it.
-
-    ``sums``: [entries, num_heads * head_dim] float32, one entry for each row and split. ``stats``: [entries, 2 *
-    num_heads] float32. ``arrived``: [rows * num_heads] int32, which every launch leaves at zero.
-    """
+    """Partial sums of the splits, for one launch at a time. ``sums``: [entries, num_heads * head_dim] float32, one
+    entry for each row and split. ``stats``: [entries, 2 * num_heads] float32. ``arrived``: [rows * num_heads] int32,
+    which every launch leaves at zero."""
 
     sums: Tensor
     stats: Tensor
@@ -67,13 +61,10 @@ class DecodeWorkspace:
 
 
 def config_of(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = True) -> DecodeConfig:
-    """Returns the fastest configuration, measured on an H200 with 800 positions and 32 heads of 64.
-
-    Microseconds a layer for 1, 16 and 64 rows: bf16 10.2, 33.2 and 104; FlashInfer, including its store of k and v,
-    15.0, 43.7 and 111; e4m3 9.3, 23.9 and 59.8. For 4 rows, e4m3 takes 14.8 us; the tile for more rows would take 16.4.
-    A warp's 16-byte loads cover ``warp_heads`` heads of one position. Tiles of FP8 are never read ahead: across
-    iterations of the loop, each byte takes a whole register, so thousands spill.
-    """
+    """Returns the fastest configuration, measured on an H200 with 800 positions and 32 heads of 64. Microseconds a
+    layer for 1, 16 and 64 rows: bf16 10.2, 33.2 and 104; e4m3 9.3, 23.9 and 59.8. A warp's 16-byte loads cover
+    ``warp_heads`` heads of one position. Tiles of FP8 are never read ahead: across iterations of the loop, each byte
+    takes a whole register, so thousands spill."""
     lanes = max(1, head_dim * dtype.itemsize // 16)
     warp_heads = max(1, 32 // lanes)
     if dtype.itemsize == 1:
@@ -93,11 +84,9 @@ def config_of(rows: int, head_dim: int, dtype: torch.dtype, *, units: bool = Tru
 def choose_splits(
     rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, *, units: bool = True
 ) -> int:
-    """Returns the number of splits of a row's positions, from 2 to 16.
-
-    It gives one to two programs a multiprocessor (the H200 has 132). FP8 pools get two, because one program can widen
-    while the other loads, and at most 8 splits for more than 8 rows. ``units``: the result of `has_units`.
-    """
+    """Returns the number of splits of a row's positions, from 2 to 16: one to two programs a multiprocessor. FP8 pools
+    get two, because one program can widen while the other loads, and at most 8 splits for more than 8 rows. ``units``:
+    the result of `has_units`."""
     groups = -(-num_heads // config_of(rows, head_dim, dtype, units=units).heads)
     if dtype.itemsize == 1:
         return max(2, min(16 if rows <= 8 else 8, 264 // (rows * groups)))
@@ -139,8 +128,7 @@ def paged_decode(
 
     ``pdl``: the kernel may start before the preceding kernel has ended. It then reads page table, positions and older
     keys early, so these must come from an earlier graph or from a kernel that allows no early start. ``shared``:
-    positions that several rows have in common, which another kernel reads first, once for up to 16 rows. Not with
-    ``pdl``.
+    positions that up to 16 rows have in common, which another kernel reads first. Not with ``pdl``.
     """
     rows = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape
@@ -267,10 +255,8 @@ def _prefetch(
 @triton.jit
 def _elements(group, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BD: tl.constexpr):
     """Returns the offsets of the group's heads in one position's run, [HEADS * BD], and a mask of the valid offsets.
-
-    Tiles are loaded as rows of a run and reshaped to [.., HEADS, BD] afterwards. In this way, every version of the
-    compiler distributes a warp along the heads, so sums over positions stay within a thread.
-    """
+    Tiles are loaded as rows of a run and reshaped to [.., HEADS, BD] afterwards, so that every version of the compiler
+    distributes a warp along the heads, and sums over positions stay within a thread."""
     e = tl.arange(0, HEADS * BD)
     if BD == D:
         element = group * (HEADS * D) + e
@@ -297,9 +283,7 @@ def _tiles(key_pool, value_pool, pages, at, end, element, inside, H: tl.constexp
 
 @triton.jit
 def _attend(q, k, v, seen, most, total, acc, UNITS: tl.constexpr):
-    """Adds a tile's ``seen`` positions to the online softmax: ``most`` and ``total`` [1, HEADS], ``acc`` [1, HEADS,
-    BD].
-    """
+    """Adds a tile's ``seen`` positions to the online softmax: ``most``, ``total`` [1, HEADS], ``acc`` [.., BD]."""
     scores = tl.sum(widened(k, UNITS) * q[None, :, :], 2)
     scores = tl.where(seen[:, None], scores, float("-inf"))
     higher = tl.maximum(most, tl.max(scores, 0, keep_dims=True))

@@ -1,8 +1,7 @@
 """Causal attention of prompt text over the pages. A program computes several queries of a sequence on tensor cores.
 
-It is flash attention (Dao et al. 2022, arXiv 2205.14135), with keys and values read through the page table. A list of
-tiles on the device assigns queries to sequences, so one grid works for every mix of sequences, and a CUDA graph can
-capture the launch.
+It is flash attention (Dao et al. 2022, arXiv 2205.14135). A list of tiles on the device assigns queries to sequences,
+so a CUDA graph can capture the launch for every mix of sequences.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ def paged_text(
 ) -> Tensor:
     """Writes the attention output of all queries in ``tiles`` to ``out`` [T, H*D].
 
-    A query attends to the positions from 0 to its own. ``q``: [T, H, D], rotated. The pools hold the keys and values of
-    the queries already. ``key_pool``, ``value_pool``: [num_slots, H, D] of one layer, contiguous; in FP8, they hold
-    keys and values divided by ``scales``. ``page_table``: [num_seqs, max_pages] int32. ``tiles``: [N, TILE_WIDTH]
-    int32. ``q`` and ``out`` may have any row stride. Rows that belong to no tile are not written.
+    A query attends to the positions from 0 to its own. ``q``: [T, H, D], rotated. ``key_pool``, ``value_pool``:
+    [num_slots, H, D] of one layer, contiguous, with the queries' own keys and values; in FP8, divided by ``scales``.
+    ``page_table``: [num_seqs, max_pages] int32. ``tiles``: [N, TILE_WIDTH] int32. ``q`` and ``out`` may have any row
+    stride. Rows that belong to no tile are not written.
     """
     _, num_heads, head_dim = key_pool.shape
     assert q.shape[1:] == (num_heads, head_dim) and q.stride(2) == 1, (q.shape, q.stride())

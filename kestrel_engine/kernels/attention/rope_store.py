@@ -1,8 +1,6 @@
 """The step between the qkv GEMM and attention in prefill, in one launch: tau factors, RoPE, storing keys and values.
 
-A program handles one token. It reads each element once, rotates queries and keys in place, and writes the new keys and
-values to the token's slot. The arithmetic is float32, with one rounding at the end. An FP8 pool stores each number
-rounded from float32. The results in qkv have qkv's dtype.
+A program handles one token. The arithmetic is float32, with one rounding at the end, also to FP8.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ def rope_store(
     ``tau``: raw content [T, 2*H] and alpha [H], both float32, or None. With tau, q and v are first multiplied by their
     factors in place. ``positions``, ``slots``: [T] int64; no slot may occur twice. ``key_pool``, ``value_pool``:
     [num_slots, H, D] of one layer, contiguous; in FP8, they store k and v divided by ``scales``. ``cos``, ``sin``:
-    [max_positions, rotary_dim / 2] float32. ``qkv`` and content may have any row stride; their columns must be
-    contiguous.
+    [max_positions, rotary_dim / 2] float32. ``qkv`` and content may have any row stride, but contiguous columns.
     """
     tokens = qkv.shape[0]
     _, num_heads, head_dim = key_pool.shape

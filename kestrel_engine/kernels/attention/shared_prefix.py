@@ -1,8 +1,7 @@
 """Attention of decode rows to positions that several rows share, such as the image that all of them are about.
 
-A program reads the keys and values of one head once for up to ROWS rows, and multiplies them on tensor cores.
-`paged_decode` continues each row's softmax with the row's other positions. The scheme is that of Hydragen (arXiv
-2402.05099) and of FlashInfer's cascade inference.
+A program reads a head's keys and values once for up to ROWS rows, and multiplies them on tensor cores. `paged_decode`
+continues each row's softmax. The scheme is that of Hydragen (arXiv 2402.05099).
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ TILE_WIDTH = 2 + ROWS
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which rows of a pass share positions, and the partial sums of their attention.
-
-    ``tiles``: [N, TILE_WIDTH] int32. ``counts``: [M] int32, the shared positions of each row; 0 for a row in no tile.
-    ``sums``: [>= M, SPLITS, H*D] float32. ``stats``: [>= M, SPLITS, 2*H] float32, the largest scores and the sums of
-    the weights.
+    """Which rows of a pass share positions, and the partial sums of their attention. ``tiles``: [N, TILE_WIDTH] int32.
+    ``counts``: [M] int32, the shared positions of each row; 0 for a row in no tile. ``sums``: [>= M, SPLITS, H*D]
+    float32. ``stats``: [>= M, SPLITS, 2*H] float32, the largest scores and the sums of the weights.
     """
 
     tiles: Tensor
@@ -71,11 +68,9 @@ def attend_shared(
     tau: tuple[Tensor, Tensor] | None,
     scale: float,
 ) -> None:
-    """Fills ``shared.sums`` and ``shared.stats`` of all rows in a tile.
-
-    The arguments are those of `paged_decode`. ``scale``: the factor of the products, for weights that are powers of 2.
-    The shared positions of a tile are the first positions of its first row's sequence.
-    """
+    """Fills ``shared.sums`` and ``shared.stats`` of all rows in a tile. Arguments as of `paged_decode`. ``scale``: the
+    factor of the products, for weights that are powers of 2. The shared positions of a tile are the first positions of
+    its first row's sequence."""
     _, num_heads, head_dim = key_pool.shape
     assert shared.tiles.shape[1] == TILE_WIDTH and shared.tiles.is_contiguous()
     assert shared.sums.is_contiguous() and shared.stats.is_contiguous()

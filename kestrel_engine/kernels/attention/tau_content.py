@@ -1,8 +1,7 @@
 """The content of tau attention, ``gelu(qkv) @ weights.T`` with the exact GELU, in one launch (moondream.md section 6).
 
-The GELU is not written to memory. There are few output columns, so the sum over a row is divided among programs. Each
-program writes a partial sum, and the program of a tile that finishes last adds them in order, so the result is
-deterministic.
+There are few output columns, so programs divide the sum over a row. The program of a tile that finishes last adds the
+partial sums in order, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class TauTiling:
 
 @dataclass(frozen=True, slots=True)
 class TauWorkspace:
-    """Partial sums, for one launch at a time. ``sums``: [entries] float32. ``arrived``: [tiles] int32, which every
-    launch leaves at zero."""
+    """Partial sums, for one launch at a time. ``sums``: [entries] float32. ``arrived``: [tiles] int32, left at 0."""
 
     sums: Tensor
     arrived: Tensor
@@ -57,10 +55,8 @@ def _config(tokens: int, element_bytes: int) -> TauTiling:
 def tau_content(
     qkv: Tensor, weights: Tensor, workspace: TauWorkspace, *, out: Tensor | None = None
 ) -> Tensor:
-    """Returns the content [T, C] float32 of ``qkv`` [T, >= K] before RoPE, which may have any row stride.
-
-    ``weights``: [C, K]. The GELU is rounded to the weights' dtype, and the sum is float32.
-    """
+    """Returns the content [T, C] float32 of ``qkv`` [T, >= K] before RoPE, which may have any row stride. ``weights``:
+    [C, K]. The GELU is rounded to the weights' dtype, and the sum is float32."""
     tokens, (columns, k) = qkv.shape[0], weights.shape
     assert qkv.stride(1) == 1 and qkv.shape[1] >= k and weights.is_contiguous()
     if out is None:

@@ -8,11 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def tau_factors(raw, part_stride, turn, known, position, PARTS: tl.constexpr):
-    """Returns tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [N] float32.
-
-    ``raw``: N pointers to content, which is the sum of PARTS values that lie ``part_stride`` apart. ``turn``: alpha,
-    [N]. ``known``: which of the N are read. ``position``: p, [N] or a scalar.
-    """
+    """Returns tanh(content) + 0.5 + sigmoid(alpha * ln(p + 1)), [N] float32. ``raw``: N pointers to content, the sum of
+    PARTS values that lie ``part_stride`` apart. ``turn``: alpha, [N]. ``known``: which of the N are read. ``position``:
+    p, [N] or a scalar."""
     if PARTS == 1:
         content = tl.load(raw, mask=known, other=0.0).to(tl.float32)
     else:

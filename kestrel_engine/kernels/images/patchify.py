@@ -44,9 +44,8 @@ def _patchify(
 
 
 def patchify(crops: Tensor, size: int, padded: int, dtype: torch.dtype) -> Tensor:
-    """Converts crops [n, S, S, channels] uint8, contiguous, to rows [n * (S / size)^2, padded] of ``dtype``.
-
-    A row is a patch: its pixels in [-1, 1], computed in float32, in the order channel, row, column, then zeros.
+    """Converts crops [n, S, S, channels] uint8, contiguous, to rows [n * (S / size)^2, padded] of ``dtype``. A row is a
+    patch: its pixels in [-1, 1], computed in float32, in the order channel, row, column, then zeros.
     """
     n, side, _, channels = crops.shape
     grid_side = side // size

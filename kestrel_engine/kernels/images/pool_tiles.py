@@ -1,7 +1,6 @@
 """Computes the projector's input from the features of an image's crops, with stitching and pooling by index arithmetic.
 
-Neighbouring tiles overlap by two margins, and each tile keeps one of them (moondream.md section 5). The stitched
-features are never stored: each pooled cell is an average of the tiles' features.
+Neighbouring tiles overlap by two margins, and each tile keeps one of them (moondream.md section 5).
 """
 
 from __future__ import annotations
@@ -62,12 +61,10 @@ def _pool_tiles(
 def pool_tiles(
     features: Tensor, tiling: tuple[int, int], grid_side: int, margin: int, *, out: Tensor
 ) -> Tensor:
-    """Writes the projector's input to ``out`` [grid_side^2, 2 * dim].
-
-    The first half of a row is the feature of the overview crop (crop 0). The second half is the average of the stitched
-    tiles' features under the cell, computed in float32. ``features``: [n, grid_side^2, dim] of an image's distinct
-    crops. ``tiling``: (down, across). With (1, 1), crop 0 is also the tile; otherwise the tiles are crops 1 to n - 1.
-    """
+    """Writes the projector's input to ``out`` [grid_side^2, 2 * dim]: in each row the feature of the overview crop
+    (crop 0), then the average of the stitched tiles' features under the cell, computed in float32. ``features``: [n,
+    grid_side^2, dim] of an image's distinct crops. ``tiling``: (down, across). With (1, 1), crop 0 is also the tile;
+    otherwise the tiles are crops 1 to n - 1."""
     down, across = tiling
     dim = features.shape[-1]
     first_tile = 0 if tiling == (1, 1) else 1

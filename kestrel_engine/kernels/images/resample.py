@@ -1,7 +1,6 @@
 """One pass of an exact resize for many images in one launch: `exact_resize.AxisPass` over 8-bit RGB.
 
-A job is a pass of one image. Its result is a plane, or the tiles that are cut out of the plane. Tiles overlap, and each
-tile computes its overlap again.
+A job is a pass of one image. Its result is a plane, or overlapping tiles that are cut out of it.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from torch import Tensor
 
 
 class ResampleJob(NamedTuple):
-    """The input and output of a pass. Offsets count elements of the buffers' dtypes.
-
-    A row of the source has ``pitch`` elements, three for each pixel. ``size``, ``whole``, ``groups``, ``taps``: as in
-    `AxisPass`. ``positions``, ``weights``: offsets in the tables. The result is ``tiles`` tiles of ``rows`` x
-    ``columns`` pixels, ``across`` of them side by side. Neighbouring tiles begin ``window`` pixels apart in both
-    directions. ``kept``: 1 to write to the crops, 0 to write to the arena.
-    """
+    """The input and output of a pass. Offsets count elements of the buffers' dtypes. ``pitch``: elements of a row of
+    the source, three for each pixel. ``size``, ``whole``, ``groups``, ``taps``: as in `AxisPass`. ``positions``,
+    ``weights``: offsets in the tables. The result is ``tiles`` tiles of ``rows`` x ``columns`` pixels, ``across`` of
+    them side by side. Neighbouring tiles begin ``window`` pixels apart in both directions. ``kept``: 1 to write to the
+    crops, 0 to the arena."""
 
     source: int
     result: int
@@ -128,12 +125,9 @@ def resample(
     wide_out: bool = False,
     block: tuple[int, int] = BLOCK,
 ) -> None:
-    """Runs all ``jobs``, one pass of each image, in one launch.
-
-    ``device_jobs``: [len(jobs), JOB_WIDTH] int32, the jobs on the device. ``arena``: [n] uint8, n even, with images and
-    intermediate results, which ``wide_in`` and ``wide_out`` read and write as int16. ``crops``: uint8, the output of
-    jobs with ``kept``. ``tables``: [m] int32.
-    """
+    """Runs all ``jobs`` in one launch. ``device_jobs``: [len(jobs), JOB_WIDTH] int32, the jobs on the device.
+    ``arena``: [n] uint8, n even, with images and intermediate results, which ``wide_in`` and ``wide_out`` read and
+    write as int16. ``crops``: uint8, the output of jobs with ``kept``. ``tables``: [m] int32."""
     assert arena.dtype == crops.dtype == torch.uint8 and len(arena) % 2 == 0, (
         arena.dtype,
         crops.dtype,

@@ -2,10 +2,10 @@
 the ids that both keep for certain.
 
 Each of the two decisions is the first id, in descending order, at which a sum passes a target. Comparing the weight
-above a few edges (logits) shows between which two edges this happens. Float32 sums with a margin are sufficient for
-that and take a third of the time of float64 sums. The last program of a row adds them up. If too many ids are between
-the two edges, that stretch is divided again. Then the weight above each stretch is summed in float64, the ids in the
-stretch are listed, and of the ids above both stretches each chunk keeps its winner (noise.py).
+above a few edges (logits) shows between which two edges this happens. Float32 sums with a margin are sufficient. The
+last program of a row adds them up. If too many ids are between the two edges, that stretch is divided again. Then the
+weight above each stretch is summed in float64, the ids in the stretch are listed, and of the ids above both stretches
+each chunk keeps its winner (noise.py).
 
 Ids whose weight is below exp(-48) of the best weight are omitted. All such ids of a row together weigh less than the
 last bit of the row's sum, and none of them can win: noise lies between 2^-53 and 37.
@@ -63,11 +63,9 @@ def _measure(
     x, weights, high, low, least, is_first, edges, masses, counts,
     EDGES: tl.constexpr, PARTS: tl.constexpr, TO_LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Sums the weight and the number of ``x`` at or above each of EDGES logits.
-
-    The edges divide the way from ``high`` down to ``low`` into PARTS. No edge is below ``least``, and with TO_LEAST the
-    last edge is ``least``. ``is_first``: this is the first chunk, which stores the edges.
-    """
+    """Sums the weight and the number of ``x`` at or above each of EDGES logits. The edges divide the way from ``high``
+    down to ``low`` into PARTS. No edge is below ``least``, and with TO_LEAST the last edge is ``least``. ``is_first``:
+    this is the first chunk, which stores the edges."""
     j = tl.arange(0, EDGES)
     mass = tl.zeros([EDGES], tl.float32)
     count = tl.zeros([EDGES], tl.float32)
@@ -114,8 +112,7 @@ def _summed(
 
 @triton.jit
 def _around(edge, mass, least, most):
-    """Returns the edges around the point where a sum passes a target between ``least`` and ``most``; infinite if there
-    is no such edge."""
+    """Returns the edges around the point where a sum passes a target between ``least`` and ``most``, or infinity."""
     high = tl.min(tl.where(mass * (1 + _MARGIN) <= least, edge, float("inf")))
     low = tl.max(tl.where(mass * (1 - _MARGIN) > most, edge, float("-inf")))
     return low, high
@@ -132,11 +129,9 @@ def _bound(
     edges, masses, counts, bounds, row, chunks, top_p, top_k,
     CHUNKS: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's ``bounds`` and returns the number of ids in the two stretches.
-
-    The bounds are [low, high) of the stretches in which top-k and top-p cut, infinite without a cut; the number of ids
-    above the first stretch; and the number of ids that count. The edges may have any order.
-    """
+    """Writes a row's ``bounds`` and returns the number of ids in the two stretches. The bounds are [low, high) of the
+    stretches in which top-k and top-p cut, infinite without a cut; the number of ids above the first stretch; and the
+    number of ids that count. The edges may have any order."""
     j = tl.arange(0, BLOCK)
     edge = tl.load(edges + row * COLUMNS + j, mask=j < USED, other=float("inf"))
     mass = _summed(masses, row, chunks, CHUNKS, USED, BLOCK, COLUMNS).to(tl.float64)

@@ -1,10 +1,9 @@
 """Decides top-k and top-p among a row's candidates (candidates.py), and draws, with one program a row.
 
 The program sorts the listed keys and accumulates their weights, as `runtime.sampler` does, starting with the weight
-above them. It sorts a short list by counting, for each key, the keys before it. If the stretches have more ids than a
-list holds (thousands of equal logits), or a sum does not pass its target within a stretch, it searches the whole row by
-bisecting an interval of keys. Weights are float64, and all sums have a fixed order. The winner of the candidates that
-both cuts keep then meets the winners of the chunks.
+above them. If the stretches have more ids than a list holds (thousands of equal logits), or a sum does not pass its
+target within a stretch, it searches the whole row by bisecting an interval of keys. Weights are float64, and all sums
+have a fixed order. The winner of the candidates that both cuts keep then meets the winners of the chunks.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def _among(
     candidates, number, bounds, total, base_rank, base_cut, best, temperature, top_p, top_k, noise,
     SIZE: tl.constexpr, IS_SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Returns whether the cuts are in a list of at most SIZE keys, and the score and id of the winner among the keys
-    that they keep."""
+    """Whether the cuts are in a list of at most SIZE keys, and the score and id of the winner among those kept."""
     i = tl.arange(0, SIZE)
     if IS_SHORT:
         key = _ranked(candidates, number, SIZE)
@@ -115,11 +113,11 @@ def _search(
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Returns the key of the first id of the row, in descending order, whose cumulative weight exceeds ``target``, and
-    that weight.
+    that weight. With ``is_rank``, the number of ids is compared with ``target`` instead.
 
-    With ``is_rank``, the number of ids is compared with ``target`` instead of the weight. The answer is always in [low,
-    high]. Each pass divides this interval at ``high`` and at PIVOTS - 1 keys below, evenly by logit, or by id between
-    equal logits. ``high`` always moves to an existing key, so every pass makes the interval smaller.
+    The answer is always in [low, high]. Each pass divides this interval at ``high`` and at PIVOTS - 1 keys below,
+    evenly by logit, or by id between equal logits. ``high`` always moves to an existing key, so every pass makes the
+    interval smaller.
     """
     j = tl.arange(0, PIVOTS)
     share = j.to(tl.float32) / PIVOTS

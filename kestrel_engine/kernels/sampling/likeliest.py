@@ -1,7 +1,6 @@
 """Finds the likeliest ids of rows with their log-probabilities, after `sample_rows` has left the chunks' statistics.
 
-A program keeps the best id of every chunk. It takes the best of these, and searches only that chunk for its next one.
-So each of the few rounds reads one chunk, and the program needs no sort.
+A program keeps the best id of every chunk, takes the best of these, and searches only that chunk for its next one.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ def likeliest(
     """Writes the likeliest ids of each row that asks for them to ``out``, without waiting for the device.
 
     ``logits``: [M, V], ``rules``: [M, RULE_WIDTH] int32, ``tiles``: those of the last `sample_rows`, which filled
-    ``workspace``. A rule's column NUM_TOP says how many ids the row asks for: n, at most K.
-
-    ``out``: [M, 2, K] int32. The first n of ``out[row, 0]`` become ids, in the order of StepToken.top, and the first n
-    of ``out[row, 1]`` their log-probabilities as bits. An id is -1 where the rule allows fewer. The other values stay
-    as they are. Those of a row that is not finite are arbitrary.
+    ``workspace``. A rule's column NUM_TOP says how many ids the row asks for: n, at most K. ``out``: [M, 2, K] int32.
+    The first n of ``out[row, 0]`` become ids, in the order of StepToken.top, and the first n of ``out[row, 1]`` their
+    log-probabilities as bits. An id is -1 where the rule allows fewer. The other values stay. Those of a row that is
+    not finite are arbitrary.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, logits.stride()

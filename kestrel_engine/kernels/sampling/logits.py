@@ -52,8 +52,7 @@ def masked(x, rule, ids):
 
 @triton.jit
 def load(logits, rule, ids, inside):
-    """Returns the logits of ``ids`` as float32, -inf where they are not finite or the rule forbids them, and whether
-    the rule allows them."""
+    """Returns the logits of ``ids`` as float32, -inf if not finite or forbidden, and whether the rule allows them."""
     # Load the logits before the rule, whose loads depend on one another.
     x = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
     x = masked(x, rule, ids)

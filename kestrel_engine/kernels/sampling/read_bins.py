@@ -12,11 +12,9 @@ from .logits import LARGEST
 
 def read_bins(logits: Tensor, reach: int) -> tuple[Tensor, Tensor]:
     """Returns the best bin [R] int32 of each row of ``logits`` [R, B], and the probability [R] float32 of the bins at
-    most ``reach`` bins away from it.
-
-    ``logits``: float32, bfloat16 or float16, with any row stride. Of equally good bins, the first one wins. If a logit
-    is not finite, the probability is NaN and the bin is arbitrary. The function does not wait for the device.
-    """
+    most ``reach`` bins away from it. ``logits``: float32, bfloat16 or float16, with any row stride. Of equally good
+    bins, the first one wins. If a logit is not finite, the probability is NaN and the bin is arbitrary. Does not wait
+    for the device."""
     rows, num_bins = logits.shape
     assert logits.stride(1) == 1, logits.stride()
     bins = torch.empty(rows, dtype=torch.int32, device=logits.device)

@@ -123,12 +123,10 @@ def sample_rows(
     int64, the bits of ``step.noise_key``. They have the meaning of SamplingParams.
 
     Outputs: ``ids`` [M] int32. ``logprobs`` [M] float32, under the rule, before temperature and truncation; 0 for a
-    forced id. ``bad`` [M] int32, 1 if a row that is not forced has a logit that is not finite; its id is then
-    arbitrary.
+    forced id. ``bad`` [M] int32, 1 if a row that is not forced has a logit that is not finite; its id is arbitrary.
 
     ``greedy``: no row has a temperature, which saves three launches. ``workspace``: from `allocate` with the same
-    tiles; None to allocate one. ``pdl``: each launch, including the first, may start while the preceding one ends
-    (sm_90).
+    tiles. ``pdl``: each launch, including the first, may start while the preceding one ends (sm_90).
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, logits.stride()
