@@ -63,7 +63,6 @@ class CheckedAdapter:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The rank of each module's change."""
         return {module: a.shape[-2] for module, (a, _) in self.pairs.items()}
 
 

@@ -48,8 +48,6 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None, "": None}
 
 
 class Sides(NamedTuple):
-    """A and B of one module."""
-
     a: StoredTensor
     b: StoredTensor
 

@@ -86,7 +86,6 @@ def _name(device: torch.device) -> str:
 
 
 def claim_of(model: str, device: torch.device, holds: int, growth: Callable[[], int]) -> Claim:
-    """Returns a claim on ``device``."""
     return Claim(model, _name(device), holds, growth)
 
 

@@ -119,7 +119,6 @@ class EarlyKernels:
         logger.info("kernels are compiled when they are launched, not before: %s", why)
 
     def close(self) -> None:
-        """Ends the process, if it runs."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

@@ -33,7 +33,6 @@ class Lifetime:
         self._is_closed = True
 
     def failed(self, failure: KestrelError) -> None:
-        """The step thread cannot continue."""
         self._failure = failure
 
     def check_open(self) -> None:

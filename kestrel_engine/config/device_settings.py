@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSettings:
-    """The settings of the group DEVICE; `RuntimeConfig` checks them."""
-
     device: str = DEVICE.setting(
         "auto", "auto (CUDA if the machine has a GPU, else the CPU), cpu, cuda or cuda:N"
     )

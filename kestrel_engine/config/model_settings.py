@@ -21,8 +21,6 @@ class ModelPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The settings of the group MODEL; `RuntimeConfig` checks them."""
-
     model: str = MODEL.setting(
         DEFAULT_MODEL,
         "kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "

@@ -12,8 +12,6 @@ from .setting import checked
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettings:
-    """The settings of the group REQUESTS; `RuntimeConfig` checks them."""
-
     max_batch_size: int | None = REQUESTS.setting(
         None,
         "limit on the requests that one step computes together",

@@ -67,7 +67,6 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
 
     @property
     def has_adapters(self) -> bool:
-        """Whether requests may name adapters."""
         return self.adapters_dir is not None or self.adapter_sources.downloads
 
     def sizes(self, *, cuda: bool, rung: int = 0) -> Sizes:

@@ -10,8 +10,6 @@ from .setting import checked
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    """The settings of the group SCHEDULER; `RuntimeConfig` checks them."""
-
     page_size: int | None = checked(None, low=1)
     """KV positions of a page. Must divide the image prefix. Default: the largest divisor up to 16."""
     kv_cache_pages: int | None = checked(None, low=1)

@@ -46,8 +46,6 @@ _EMBEDDED = SettingGroup("embedded", "")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One field that an operator can set."""
-
     group: SettingGroup
     help: str
     """The effect of the setting, in one phrase without a full stop."""

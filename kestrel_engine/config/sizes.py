@@ -81,7 +81,6 @@ def default_sizes(
 
 
 def processors() -> int:
-    """Returns the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -31,7 +31,6 @@ _NAME_IT = "if it is one of these models, name it: --model"
 
 
 def check_tokenizer(tokenizer: Tokenizer, facts: TokenizerFacts) -> Finding:
-    """Compares a tokenizer with what is known of the released one."""
     wrong = []
     if tokenizer.vocab_size != facts.vocabulary:
         wrong.append(f"{tokenizer.vocab_size} ids instead of {facts.vocabulary}")

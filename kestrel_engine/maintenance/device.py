@@ -89,7 +89,6 @@ def check_images() -> Iterator[Finding]:
 
 
 def check_confinement(mode: str) -> Iterator[Finding]:
-    """Checks what confines decoders with the setting ``mode``."""
     try:
         found = trial.check(mode)
     except ConfigError as error:

@@ -26,7 +26,6 @@ class Moondream:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights and of the computation."""
         return self.text.wte.dtype
 
     @property

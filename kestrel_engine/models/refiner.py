@@ -166,7 +166,6 @@ class Refiner(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights and of the computation."""
         return self.image_pe.dtype
 
     def image(self, final: Tensor, early: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Tau:
-    """Moondream 3's factors on queries and values, one for each head, from content and position. ``weights``: [2 *
-    heads, 3 * dim], wq above wv. ``alpha``: [heads] float32."""
+    """Moondream 3's factors on queries and values, one for each head. ``weights``: [2 * heads, 3 * dim], wq above wv.
+    ``alpha``: [heads] float32."""
 
     weights: Tensor
     alpha: Tensor
@@ -87,8 +87,7 @@ class Moe:
         )
 
     def __call__(self, u: Tensor, adapters: TextAdapters | None = None) -> Tensor:
-        """Applies the experts to ``u`` [num_tokens, dim], in the same shape. Tokens are grouped by expert, so only the
-        weights of chosen experts are read."""
+        """Applies the experts to ``u`` [num_tokens, dim], in the same shape. Reads chosen experts' weights only."""
         chosen_logits, chosen = self.router(u).topk(self.experts_per_token, dim=-1)
         weights = chosen_logits.float().softmax(dim=-1)
         if len(u) == 1:

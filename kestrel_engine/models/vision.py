@@ -44,8 +44,6 @@ class VisionBlock:
 
 
 class VisionModel:
-    """The encoder, the stitching, the pooling and the projector."""
-
     def __init__(self, config: VisionConfig, tensors: Tensors) -> None:
         self.config = config
         self.patch_emb = Linear.load(tensors, "vision.patch_emb")

@@ -40,7 +40,6 @@ class KnownBytes:
         return None if kept is None or kept[0] != source else kept[1]
 
     def keep(self, source: bytes, namespace: str, digest: bytes) -> None:
-        """Stores an image with its digest."""
         num_bytes = len(source) + RECORD_BYTES
         if num_bytes * _LARGEST_SHARE <= self._kept.max_bytes:
             self._kept.keep(_mark(source, namespace), (source, digest), num_bytes)

@@ -147,7 +147,6 @@ def selection_values(selection: Selection) -> Any:
 
 
 def read_selection(values: Any) -> Selection:
-    """The selection of ``selection_values``."""
     box, tiles, *others = values
     return Selection(
         None if box is None else checked_box(box),

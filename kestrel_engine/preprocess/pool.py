@@ -281,7 +281,6 @@ class PreprocessPool:
             raise EngineClosed("preprocessing is shut down")
 
     def _dispatch(self) -> None:
-        """Starts all jobs that can start now."""
         while not self._closed and self._next_expensive():
             self._start(self._expensive.pop(), None)
         while not self._closed and self._num_cheap < self._processes:
@@ -432,7 +431,6 @@ class PreprocessPool:
             job.wait_in(self._expensive if job.expensive else self._known)
 
     def _begin_run(self, job: ImageJob) -> None:
-        """Notes that ``job`` has left its queue."""
         self._waiting_pixels -= job.cost.pixels if job.waits and job.cost else 0
         job.waits, job.queue = False, None
 

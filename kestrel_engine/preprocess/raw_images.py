@@ -114,7 +114,6 @@ class RawImages:
         return PreparedLooks(looks, clock.now() - began)
 
     def close(self) -> None:
-        """Ends the threads once they are idle."""
         self._closed = True
         self._threads.shutdown(wait=False)
 

@@ -46,7 +46,6 @@ class AdapterDisk:
             ) from None
 
     def close(self) -> None:
-        """Ends downloads that run."""
         self._closing.set()
 
     @contextmanager

@@ -54,7 +54,6 @@ class ModelBucket:
             self._store = store or _open(address)
 
     def sums(self) -> str:
-        """The text of SHA256SUMS."""
         with self._explained(checksums.NAME):
             found = self._obstore.get(self._store, checksums.NAME)
             if found.meta["size"] > _MOST_SUMS_BYTES:

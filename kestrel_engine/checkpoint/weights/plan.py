@@ -31,7 +31,6 @@ class TensorPlan:
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors that it is made of."""
         found = (self.stored, self.scale, self.zero_point)
         return tuple(tensor for tensor in found if tensor is not None)
 

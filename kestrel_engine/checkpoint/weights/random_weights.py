@@ -107,7 +107,6 @@ def weight_bytes(
 
 
 def moments(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Returns the mean and the standard deviation of a tensor's values."""
     if name in TABLE_STD:
         return 0.0, TABLE_STD[name]
     if name.endswith(".bias"):
@@ -127,7 +126,6 @@ def moments(config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[flo
 
 
 def is_expert(config: ModelConfig, name: str) -> bool:
-    """Returns whether a tensor holds the weights of a layer's experts."""
     moe = config.text.moe
     if moe is None or not name.endswith((".mlp.fc1.weight", ".mlp.fc2.weight")):
         return False

@@ -49,7 +49,6 @@ class SharedPrefixes:
         return cls(tiles, counts, sums, sums.new_empty(len(counts), SPLITS, 2 * num_heads))
 
     def of(self, num_rows: int, num_tiles: int) -> SharedPrefixes:
-        """Returns the part for a pass of ``num_rows`` rows."""
         return SharedPrefixes(self.tiles[:num_tiles], self.counts[:num_rows], self.sums, self.stats)
 
 

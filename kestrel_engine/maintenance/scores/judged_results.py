@@ -28,7 +28,6 @@ ByCurve: TypeAlias = Mapping[str, Sequence[Judged]]
 
 
 def together(results: Sequence[ByCurve]) -> dict[str, list[Judged]]:
-    """Returns all ``results`` in one."""
     whole: dict[str, list[Judged]] = defaultdict(list)
     for each in results:
         for name, judged in each.items():

@@ -21,8 +21,6 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class LabelledImage:
-    """A file and the questions about it."""
-
     path: Path
     questions: tuple[Question, ...]
 

@@ -53,8 +53,7 @@ def jpeg_markers(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def num_pages(data: bytes) -> int:
-    """Counts the directories in a TIFF's chain, up to its end or its first invalid offset, and at most to MOST_PAGES +
-    1. libtiff detects a circular chain."""
+    """Counts the directories in a TIFF's chain, up to its end, its first invalid offset or MOST_PAGES + 1."""
     order = "<" if data[:2] == b"II" else ">"
     big = data[2:4] in (b"+\0", b"\0+")
     offset, entries, entry = ("Q", "Q", 20) if big else ("I", "H", 12)

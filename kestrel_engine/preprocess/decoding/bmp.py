@@ -65,7 +65,6 @@ class BmpImage:
 
     @property
     def upright_size(self) -> tuple[int, int]:
-        """Width and height."""
         return self._image.width, self._image.height
 
     def begin(self, allocate: Allocate = new_bytes) -> DecodedImage:

@@ -59,8 +59,8 @@ class DecodedImage:
             raise
 
     def wait_for(self, rows: int) -> None:
-        """Blocks until the first ``rows`` rows, at most ``height``, are finished. Another thread must have called
-        ``decode``. Raises the error of that call."""
+        """Blocks until the first ``rows`` rows, at most ``height``, are finished. Raises the error of ``decode``, which
+        another thread must have called."""
         with self._lock:
             arrived = None
             if self._rows < rows:

@@ -1,8 +1,7 @@
-"""PlainJpeg: a JPEG that libjpeg-turbo (simplejpeg) opens and decodes without libvips.
+"""PlainJpeg: a JPEG that libjpeg-turbo (simplejpeg) opens and decodes without libvips, in half the time.
 
 A JPEG is plain if it is baseline, with 8 bits, grey or of three components that one scan holds, upright, and without
-Adobe's marker. Most JPEGs are plain. The pixels are those of libvips' own loader, in half the time. Without simplejpeg,
-no JPEG is plain.
+Adobe's marker. The pixels are those of libvips' loader. Without simplejpeg, no JPEG is plain.
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ class PlainJpeg:
         background: tuple[int, int, int] | None,
         otherwise: Callable[[np.ndarray], Iterator[int]],
     ) -> None:
-        """``size``: of `plain_size`. ``background``: has no effect on the pixels, but is a part of the image's
-        identity. ``otherwise``: decodes data that libjpeg-turbo finds damaged, or raises. Raises ImageTooLargeError and
-        ImageDecodeError."""
+        """``size``: of `plain_size`. ``background``: only a part of the image's identity. ``otherwise``: decodes data
+        that libjpeg-turbo finds damaged, or raises. Raises ImageTooLargeError and ImageDecodeError.
+        """
         width, height = size
         check_size(width, height, limits, KIND)
         self._data, self._shape, self._background = data, (height, width, 3), background
@@ -108,7 +107,6 @@ class PlainJpeg:
 
     @property
     def upright_size(self) -> tuple[int, int]:
-        """Width and height."""
         height, width, _ = self._shape
         return width, height
 

@@ -41,7 +41,6 @@ def new_segment() -> int:
 
 
 def write_segment(descriptor: int, data: Any) -> None:
-    """Writes ``data``, a buffer, into an empty segment."""
     view = memoryview(data).cast("B")
     written = 0
     while written < len(view):
