@@ -1,8 +1,6 @@
-"""Draws the path of a segment as a square mask of a region.
-
-A path has the form that ``skills.objects.svg_path`` writes: commands and pairs of numbers, separated by single spaces.
-The coordinates are relative to the segment's box. This module draws as the refiner's reference does.
-"""
+"""Draws the path of a segment as a square mask of a region. A path has the form that ``skills.objects.svg_path``
+writes: commands and pairs of numbers, separated by single spaces. The coordinates are relative to the segment's box.
+This module draws as the refiner's reference does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Region: the part of an image that the refiner looks at, and its pixels as one square crop.
-
-The pixels come from what a prepared image holds: its own pixels where the device makes the crops, else the tiles, which
-together are the whole image, resized.
-"""
+"""Region: the part of an image that the refiner looks at, and its pixels as one square crop. The pixels come from what
+a prepared image holds: its own pixels where the device makes the crops, else the tiles, which together are the whole
+image, resized."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Traces the outline of a soft mask: cleaning, contours between pixels, fewer corners, SVG path and box.
-
-The contour lies where the probability, bilinear between the centres of pixels, is one half. The path has lines; the
-reference writes curves, by potrace.
-"""
+"""Traces the outline of a soft mask: cleaning, contours between pixels, fewer corners, SVG path and box. The contour
+lies where the probability, bilinear between the centres of pixels, is one half. The path has lines; the reference
+writes curves, by potrace."""
 
 from __future__ import annotations
 
