@@ -73,8 +73,7 @@ class KvCache:
         return count
 
     def read(self, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Returns copies of the real keys and values of all layers at ``slots`` [n]. Both are [layers, n, heads,
-        head_dim] float32."""
+        """Returns copies of the real keys and values at ``slots`` [n]: [layers, n, heads, head_dim] float32."""
         keys, values = zip(*self.scales, strict=True)
         return self._read(self.keys, slots, keys), self._read(self.values, slots, values)
 
@@ -91,8 +90,7 @@ class KvCache:
         return page_table[page] * self.page_size + offset
 
     def slots(self, page_table: tuple[int, ...], end: int) -> slice | Tensor:
-        """Returns the slots of positions 0 to ``end``, exclusive: a slice if the pages are consecutive, else a
-        tensor."""
+        """Returns the slots of positions 0 to ``end``, exclusive: a slice for consecutive pages, else a tensor."""
         size = self.page_size
         assert len(page_table) * size >= end, (
             f"{len(page_table)} pages of {size} for {end} positions"

@@ -170,8 +170,7 @@ class Draft:
         return self._images.is_encoded(key)
 
     def _row(self, sequence: Sequence, count: int, images: tuple[ImagePiece, ...]) -> Row:
-        """Schedules the next ``count`` tokens of a prompt, with ``images`` among them; samples if they are the last
-        ones."""
+        """Schedules the next ``count`` tokens of a prompt, with ``images`` among them; samples if they are the last."""
         start = sequence.num_scheduled
         tokens = tuple(sequence.tokens[sequence.cursor : sequence.cursor + count])
         sequence.cursor += count

@@ -47,8 +47,7 @@ them. And a sequence whose prompt was computed joins only steps that are launche
 
 
 RULE_PATIENCE_S = 0.004
-"""Seconds before a step in which the loop waits for rules that other threads are about to have. Without it, their rows
-would miss the step."""
+"""Seconds in which the loop waits for rules that other threads are about to have, so that their rows join a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +268,7 @@ class EngineLoop:
         self._requests.launched(plan)
 
     def _lane_to_collect(self) -> Lane:
-        """The lane whose oldest step is read next. Decode steps are short, so waiting for one delays the other lane
-        little."""
+        """The lane whose oldest step is read next. Decode steps are short: to wait for one delays the other little."""
         heads = {lane: out[0] for lane, out in self._out.items() if out}
         decode, new_work = heads.get(Lane.DECODE), heads.get(Lane.NEW_WORK)
         if decode is None or new_work is None:

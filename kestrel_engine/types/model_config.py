@@ -62,8 +62,7 @@ class VisionConfig:
     proj_inner_dim: int = 8192
     proj_out_dim: int = 2048
     budget: int = 0
-    """The limit of a request, or of the requests that set none, in place of ``max_crops``. No shape exceeds it. 0:
-    there is none."""
+    """The limit of a request, or of those that set none, in place of ``max_crops``. No shape exceeds it. 0: none."""
 
     def within(self, max_crops: int) -> VisionConfig:
         """The geometry of an image that a request sees in at most ``max_crops`` tiles; 0: as the model sees it."""

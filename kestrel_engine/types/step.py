@@ -86,8 +86,7 @@ class RuleWait(abc.ABC):
 
 
 NEAR_BINS = 16
-"""Bins on each side of a value's bin that count as near it: 1.6 % of the image for a coordinate, and a factor of 1.11
-for a size."""
+"""Bins on each side of a value's bin that count as near it: 1.6 % of the image, or a factor of 1.11 for a size."""
 
 
 @dataclass(slots=True, unsafe_hash=True)

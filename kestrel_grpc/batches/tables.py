@@ -179,8 +179,7 @@ class Tables:
             )
 
     def end_if_full(self, request: Waiting) -> None:
-        """Ends a batch whose answers exceed the caller's share, or the store: answers may be far longer than the
-        requests."""
+        """Ends a batch whose answers exceed the caller's share, or the store: answers may be longer than requests."""
         try:
             self.check_share(request.owner.name, 0)
         except EngineOverloaded as full:

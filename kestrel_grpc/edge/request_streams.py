@@ -1,5 +1,4 @@
-"""The edge of a method whose stream carries many requests, each with responses of its own: ModelStreamInfer and
-StreamFrames.
+"""The edge of methods whose streams carry many requests, each with its responses: ModelStreamInfer, StreamFrames.
 
 The caller is identified once. Each request is then a call of its own for limits, logs, metrics and traces, and runs
 beside the others of its stream. A request that fails is answered by a message, and the stream continues; what concerns
@@ -143,8 +142,7 @@ class _RequestStream:
         """The last message that held no request: what all requests of the stream have in common."""
 
     async def run(self) -> None:
-        """Answers the requests until the client has ended the stream and all are answered. Raises what ends the
-        stream."""
+        """Answers requests until the client has ended the stream and all are answered. Raises what ends it."""
         reading: asyncio.Task[Any] | None = None
         call, guard = self.call, self.method.life.guard
         try:
@@ -202,8 +200,7 @@ class _RequestStream:
         return reading.result()
 
     async def _one_ends(self, *others: asyncio.Task[Any], timeout_s: float | None = None) -> bool:
-        """Waits for the end of a request or one of ``others``. Returns whether one has ended in time. Raises what ends
-        the stream."""
+        """Waits for a request or one of ``others``. Returns whether one ended in time. Raises what ends the stream."""
         done, _ = await asyncio.wait(
             {*others, *self._running}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
@@ -229,8 +226,7 @@ class _RequestStream:
         await life.run(call, request, life.admit)
 
     async def write(self, message: Any) -> None:
-        """Writes a response. gRPC allows one write at a time, and none after one that was given up. Raises
-        SlowReader."""
+        """Writes a response. gRPC allows one write at a time, none after one that was given up. Raises SlowReader."""
         async with self._writing:
             if self._is_stuck:
                 raise SlowReader("the client does not read the stream")

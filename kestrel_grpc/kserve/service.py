@@ -200,8 +200,7 @@ class _Pieces:
 def _stream_response(
     request: pb.ModelInferRequest, values: Values, *, is_final: bool
 ) -> pb.ModelStreamInferResponse:
-    """The last response has data and is marked as final. Therefore no empty response follows, even if a client asks for
-    it."""
+    """The last response has data and is marked as final, so no empty response follows, even if a client asks."""
     response = _response(request, values)
     response.parameters[FINAL].bool_param = is_final
     return pb.ModelStreamInferResponse(infer_response=response)

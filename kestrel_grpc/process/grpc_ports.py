@@ -80,8 +80,7 @@ class GrpcPorts:
     async def open(
         self, addresses: tuple[str, ...], *, shared: bool = False, front: bool = False
     ) -> None:
-        """Listens on ``addresses``. ``shared``: with other processes. ``front``: only the front connects. Raises
-        AddressError."""
+        """Listens on ``addresses``. ``shared``: with other processes. ``front``: for the front. Raises AddressError."""
         config = self._config
         options = _channel_options(
             self._received_bytes, config.max_message_bytes, config.security, shared
@@ -110,8 +109,7 @@ class GrpcPorts:
         log_lifecycle("listening", addresses=bound)
 
     def leave(self) -> None:
-        """Asks the clients of shared addresses to connect again. Their new connections go to another process.
-        Idempotent."""
+        """Asks the clients of shared addresses to connect again, to another process. Idempotent."""
         if self._shared is not None and self._leaving is None:
             longest_s = self._config.security.age_grace_s or _FOREVER_MS / 1000
             self._leaving = asyncio.create_task(self._shared.stop(longest_s))
@@ -188,8 +186,7 @@ def _channel_options(
 
 
 def _front_options(security: SecurityConfig) -> dict[str, int]:
-    """What differs on the front's socket. A few connections carry all calls, and the front asks clients to connect
-    again."""
+    """What differs on the front's socket: few connections carry all calls; the front asks clients to reconnect."""
     most_metadata = _FRONT_HEADERS * security.connections.metadata_bytes + _CERTIFICATES_BYTES
     return {
         "grpc.max_concurrent_streams": _MANY,

@@ -37,8 +37,7 @@ _NAMES = {level: name for name, level in _LEVELS.items()}
 
 
 class AdminService(AdminServiceServicer):
-    """``drain``: makes the server refuse new requests and then stop. ``grace_s``: for the requests of a model that is
-    unloaded."""
+    """``drain``: makes the server refuse new requests and then stop. ``grace_s``: for an unloaded model's requests."""
 
     def __init__(
         self,

@@ -157,8 +157,7 @@ class ModelService(ModelServiceServicer):
 
 
 def named_model(served: ServedModels, request: Any) -> ServedModel:
-    """The model that a request names in its field ``model``; the default one if it names none. Raises InvalidRequest,
-    ModelNotFoundError."""
+    """The model that a request names; the default one if it names none. Raises InvalidRequest, ModelNotFoundError."""
     if not request.HasField("model"):
         return served.default
     return served.model(checked_model_name(request.model))

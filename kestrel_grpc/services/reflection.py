@@ -164,8 +164,7 @@ def _file_of(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescripto
 
 
 def _with_comments_only(file: descriptor_pb2.FileDescriptorProto) -> bytes:
-    """The file without the comments of others' files and without the places that have no comment: a third of its
-    bytes."""
+    """The file without comments of others' files and without places that have no comment: a third of its bytes."""
     places = file.source_code_info.location
     ours = file.package == "kestrel.v1"
     commented = [p for p in places if ours and (p.leading_comments or p.trailing_comments)]

@@ -158,8 +158,7 @@ def _worker_environ(index: int, device: str, environ: Mapping[str, str]) -> dict
 
 
 def worker_devices(config: WorkersConfig, device: str) -> tuple[str, ...]:
-    """The device of each worker, as this process numbers devices. ``device``: the value of --device. Raises
-    SettingsError."""
+    """The device of each worker, as this process numbers devices. ``device``: of --device. Raises SettingsError."""
     if config.devices:
         return config.devices
     kind, _, number = device.partition(":")

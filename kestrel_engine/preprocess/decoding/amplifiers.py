@@ -1,9 +1,8 @@
 """Limits on the parts of a file that make decoding expensive, whatever its pixels: a JPEG's scans and a TIFF's pages.
 
 Each scan of a progressive JPEG visits all coefficients, even a scan of twelve bytes that changes nothing. With the
-largest accepted number of pixels this takes 11 ms, so a file of 200 KB could occupy a thread for minutes. libvips
-visits each page of a TIFF to count the pages, which takes 16 us a page. Encoders write about ten scans, and optimisers
-up to 64.
+largest accepted number of pixels this takes 11 ms, so a file of 200 KB could take minutes. libvips visits each page of
+a TIFF to count the pages, which takes 16 us a page. Encoders write about ten scans, and optimisers up to 64.
 """
 
 from __future__ import annotations

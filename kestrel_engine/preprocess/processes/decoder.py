@@ -62,15 +62,13 @@ _SECONDS_PER_LOOK = 0.02
 """Seconds for a look, whose crops have the same size whatever the size of the look."""
 
 _MOST_COVERED = 4
-"""All looks together have less than this many times the pixels of the image: the image, and tiles that overlap by
-half."""
+"""All looks together have less than this many times the image's pixels: the image, and tiles that overlap by half."""
 
 _MOST_KEYED_CROPS = 1000
 """Crops of an image that may have keys, so that the answer is no longer than a message may be."""
 
 _MOST_KEY_THREADS = 4
-"""Threads that hash the pixels of an image for the keys of its crops. The start of more threads takes longer than their
-work."""
+"""Threads that hash an image's pixels for the keys of its crops. To start more takes longer than their work."""
 
 _SWITCH_INTERVAL_S = 0.5e-3
 """Python's switch interval. Threads that share an image wait this long for the interpreter. Python's default of 5 ms is

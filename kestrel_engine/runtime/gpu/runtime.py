@@ -169,8 +169,7 @@ class GpuRuntime:
 
     @torch.inference_mode()
     def encode_crops(self, crops: Tensor) -> Tensor:
-        """As `FusedVision.encode_crops`, with the captured passes of steps, on the current stream. No step may be in
-        flight."""
+        """As `FusedVision.encode_crops`, with captured passes, on the current stream. No step may be in flight."""
         return self.parts.images.encode_crops(crops)
 
     @contextmanager

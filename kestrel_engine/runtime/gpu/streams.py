@@ -29,8 +29,7 @@ _DEALT = 32
 
 
 def own_stream(device: torch.device, *, priority: int = 0) -> torch.cuda.Stream:
-    """Returns a stream that no other caller gets while this one keeps it. Raises RuntimeError if all
-    are in use."""
+    """Returns a stream that no other caller gets while it is kept. Raises RuntimeError if all are in use."""
     with _lock:
         dealt = (torch.cuda.Stream(device, priority=priority) for _ in range(_DEALT))
         free = {key: each for each in dealt if (key := _key(each)) not in _owned}

@@ -81,8 +81,7 @@ class Beside:
 
     @property
     def spacing_s(self) -> float:
-        """The fewest seconds from the start of the last decode step to that of the next one, if that does not wait for
-        new work."""
+        """The fewest seconds between the starts of two decode steps, if the second does not wait for new work."""
         _, work = self._oldest()
         return SPACING * self._target_s if work is not None and work.leaves_room else 0.0
 

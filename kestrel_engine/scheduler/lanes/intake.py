@@ -58,8 +58,7 @@ class PrefillOrder:
 
     @staticmethod
     def _in_turns(ordered: list[Sequence]) -> list[Sequence]:
-        """The first sequence of each principal, then the second of each, and so on. The principal that used least goes
-        first."""
+        """The first sequence of each principal, then the second of each. The principal that used least goes first."""
         seen: dict[object, int] = {}
         ranks: dict[int, tuple[int, float]] = {}
         for sequence in ordered:

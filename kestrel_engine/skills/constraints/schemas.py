@@ -105,8 +105,7 @@ def parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check(place: str, schema: dict[str, Any]) -> None:
-    """Checks the keywords of ``schema`` itself, and rewrites them where the library has other words. Raises
-    ValueError."""
+    """Checks the keywords of ``schema`` itself, and rewrites them in the library's words. Raises ValueError."""
     for key in list(schema):
         _check_keyword(f"{place}/{_escaped(key)}", key, schema)
     for key in _NUMBERS:

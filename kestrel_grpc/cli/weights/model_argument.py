@@ -17,8 +17,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def source_config(args: argparse.Namespace, **others: Any) -> RuntimeConfig:
-    """The configuration of the model and its files, with ``others``. MODEL overrides all settings. Raises
-    SettingsError."""
+    """The configuration of the model and its files, with ``others``. MODEL overrides all. Raises SettingsError."""
     named = getattr(args, "name", None)
     with command_errors(args):
         return RuntimeConfig(

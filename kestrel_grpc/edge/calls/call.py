@@ -31,8 +31,7 @@ TRACE_ID_KEY = "x-trace-id"
 UNKNOWN_METHOD = "_OTHER"
 """The method's name in logs and metrics if no service has the method. It bounds the number of names."""
 FRAME_OUTCOMES = ("answered", "repeated", "overview", "dropped", "failed")
-"""What may become of a frame. "repeated": it has the results of an equal one. "overview": it was answered with its
-overview only."""
+"""What may become of a frame. "repeated": it has an equal one's results. "overview": only its overview was seen."""
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 _FOREVER_S = 10 * 365 * 86_400.0
 """grpc reports a deadline beyond this if there is none."""

@@ -244,8 +244,7 @@ def _is_gzip(headers: dict[bytes, bytes], encoding: bytes) -> bool:
 
 
 def _queried(query: bytes) -> tuple[_Codec, bytes, bool]:
-    """The codec and the message of a GET, and whether it is compressed. Raises InvalidRequest, NotServed,
-    UnsupportedBody."""
+    """Codec and message of a GET, and whether it is compressed. Raises InvalidRequest, NotServed, UnsupportedBody."""
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, encoding="latin-1")
     known = [(name, value) for name, value in pairs if name in _PARAMETERS]
     values = dict(known)

@@ -111,8 +111,7 @@ def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """Returns a message as values for JSON. 64-bit integers are numbers, as clients expect, unlike in protobuf's own
-    JSON."""
+    """Returns a message as values for JSON. 64-bit integers are numbers, as clients expect."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

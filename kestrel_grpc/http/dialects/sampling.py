@@ -28,8 +28,7 @@ class SamplingFields:
     no_seed: int | None = None
 
     def fill(self, task: Any, fields: Fields) -> dict[FieldPath, FieldPath]:
-        """Returns the path in the request for each setting, and for the items of those that are lists. Raises
-        InvalidRequest."""
+        """Returns the request's path for each setting, and for the items of lists. Raises InvalidRequest."""
         sent: dict[FieldPath, FieldPath] = {}
         for key, name in self.names.items():
             if fields.values.get(key) is None or (name,) in sent:

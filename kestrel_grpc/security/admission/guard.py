@@ -36,8 +36,7 @@ from .refusal_pace import RefusalPace
 _ROOM_WAIT_S = 5.0
 """Seconds that a call waits for memory. Most messages take less time to arrive and to be decoded."""
 _STRANGERS_SHARE = 8
-"""One part in this many of the memory is for messages to health and reflection, whose callers may have no
-credentials."""
+"""One part in this many of the memory is for health and reflection, whose callers may have no credentials."""
 _STRANGERS_WAITING = 512
 
 

@@ -119,8 +119,7 @@ def _often(
     mirrored: Sequence[Any],
     random: Random,
 ) -> Coroutine[Any, Any, PartResult[Part]]:
-    """An accurate gaze. The eyes are drawn at once, because the order of the persons decides them, not that of the
-    looks."""
+    """An accurate gaze. The eyes are drawn at once: the order of the persons decides them."""
     box = _part_of(person.face, run.images.region)
     seen = [((x, y), False, upright) for x, y in eyes_in(box, random)]
     seen += [((1 - x, y), True, mirrored) for x, y in eyes_in(box, random)]

@@ -21,8 +21,7 @@ MAX_MASK_PIXELS = 16_000_000
 """Largest image that a mask is drawn for, in pixels. The bool array takes 16 MB."""
 
 _INLINE_PIXELS = 200_000
-"""Masks of up to this many pixels are drawn on the event loop, which takes about a millisecond: less than using a
-thread."""
+"""Masks of up to this many pixels are drawn on the event loop, in about a millisecond: a thread takes longer."""
 
 Box = tuple[float, float, float, float]
 """x_min, y_min, x_max, y_max, as fractions of the image."""

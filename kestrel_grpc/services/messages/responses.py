@@ -87,8 +87,7 @@ def event_fields(update: StreamUpdate, label: str) -> dict[str, Any]:
 
 
 def detection(found: Mapping[str, float], label: str) -> pb.Detection:
-    """The point, or the part of the box that lies in the image. It is never empty, because a box's centre lies in the
-    image."""
+    """The point, or the part of the box that lies in the image; never empty, because the box's centre lies there."""
     message = pb.Detection(label=label, score=found.get("score", 0.0))
     if "x" in found:
         message.point.x, message.point.y = _clip(found["x"]), _clip(found["y"])

@@ -191,8 +191,7 @@ class FlashInferDecode:
         self._ring = _Ring([self._wrapper])
 
     def plan(self, page_tables: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> None:
-        """Plans a step. ``lengths``: [rows], including the new token. Rows of padding have a spare page and length
-        1."""
+        """Plans a step. ``lengths``: [rows], including the new token. Padding has a spare page and length 1."""
         assert len(page_tables) == len(lengths) == self.rows
         device = self._flashinfer.device
         indices = page_indices(page_tables, lengths, self._page_size)

@@ -117,9 +117,8 @@ class PrefillAttention:
 
 
 class GatheredText:
-    """Attention of the text with torch. It gathers the keys and values of several rows, pads them to the longest row,
-    and computes these rows in one masked call. Rows of similar lengths form a group of at most `MAX_GATHERED`
-    positions."""
+    """Attention of the text with torch. It gathers the keys and values of several rows, pads them to the longest, and
+    computes the rows in one masked call. Rows of similar lengths form a group of at most `MAX_GATHERED` positions."""
 
     def __init__(self, parts: Sequence[TextPart], page_size: int, device: torch.device) -> None:
         first = parts[0].begin

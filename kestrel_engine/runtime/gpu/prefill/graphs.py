@@ -231,8 +231,7 @@ class PrefillGraphs:
         self._hidden.copy_(hidden)
 
     def attend_blocks(self, blocks: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Attention within image blocks. ``q``, ``k``, ``v``: [blocks * length, H, D]. ``out``: [blocks * length,
-        H*D]."""
+        """Attention in image blocks. ``q``, ``k``, ``v``: [blocks * length, H, D]. ``out``: [blocks * length, H*D]."""
         self._blocks((blocks, self._length), q, k, v, out)
 
     def attend_text(self, layer: int, q: Tensor, shape: PassShape, out: Tensor) -> None:

@@ -173,8 +173,7 @@ def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> N
 
 
 def row_size(row: Row) -> tuple[int, int]:
-    """Returns the number of image prefixes of a row (0 or 1) and its number of positions, those of later images
-    included."""
+    """Returns how many image prefixes (0 or 1) a row has, and how many positions, later images included."""
     positions = sum(t.num_positions if isinstance(t, ImageBlock) else 1 for t in row.tokens)
     begins = row.start == 0 and len(row.tokens) > 1 and isinstance(row.tokens[1], ImageBlock)
     return int(begins), positions

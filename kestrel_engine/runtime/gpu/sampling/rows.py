@@ -218,8 +218,7 @@ class RowSampler:
         self.head.tops(self.rows.device, len(hidden))
 
     def __call__(self, hidden: Tensor, variant: Variant) -> None:
-        """Samples from ``hidden`` [num_rows, dim], the residual stream before ``post_ln``, and fills
-        ``head.results``."""
+        """Fills ``head.results`` from ``hidden`` [num_rows, dim], the residual stream before ``post_ln``."""
         self.head(hidden, self.rows.device, variant)
         self.redraw(hidden, variant)
 

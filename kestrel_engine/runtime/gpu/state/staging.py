@@ -17,8 +17,7 @@ from torch import Tensor
 from ..streams import record
 
 RING = 32
-"""Number of host buffers in a ring. Several passes of each step in flight use one each, and none should wait for an
-earlier step."""
+"""Number of host buffers in a ring. Each pass of the steps in flight uses one; none should wait."""
 IMAGE_RING = 16
 """Number of host buffers for images. Each image uses one."""
 _ALIGN = 16

@@ -361,8 +361,7 @@ class DecodePass:
     def _experts_of_few(
         self, moe: Moe, u: Tensor, adapters: ExpertChanges | None, turn: int
     ) -> Tensor:
-        """Routes up to `MAX_TOKENS` rows [M, dim] and returns the experts' outputs [k, M, dim], whose sum is the
-        MLP's."""
+        """Routes up to `MAX_TOKENS` rows [M, dim]. Returns the experts' outputs [k, M, dim]; their sum is the MLP's."""
         routing = self._routing(len(u), moe.experts_per_token)
         k = moe.experts_per_token
         route_tokens(u, moe.router.weight, moe.router.bias, k, self._router, out=routing)

@@ -33,8 +33,7 @@ class VisionChange:
     place: SlabPlace
 
     def add(self, x: Tensor, y: Tensor, *, gelu: bool = False) -> None:
-        """Adds the change for the input ``x`` [rows, in] to ``y`` [rows, out]. ``gelu``: then applies the tanh GELU to
-        all rows."""
+        """Adds the change for the input ``x`` [rows, in] to ``y`` [rows, out]. ``gelu``: then applies the tanh GELU."""
         change_rows(x, self.rows, self.place.a_at, self.place.b_at, add_to=y, gelu=gelu)
 
 

@@ -24,8 +24,7 @@ SEEN_KEPT = 256
 
 Replay = Callable[[], object]
 Launch = Callable[[Tensor, Tensor], None]
-"""Enqueues the passes of an image whose pixels are at the beginning of the first tensor, the arena; its crops go to the
-second one."""
+"""Enqueues the passes of an image whose pixels begin the first tensor, the arena; its crops go to the second."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

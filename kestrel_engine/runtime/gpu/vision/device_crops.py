@@ -44,8 +44,7 @@ class _Layout:
 
 
 class DeviceCrops:
-    """Makes crops. ``graphs``: for images that are alone; None captures nothing. ``block``: the block size of
-    `resample`."""
+    """Makes crops. ``graphs``: for images that are alone; None captures nothing. ``block``: that of `resample`."""
 
     def __init__(
         self,
