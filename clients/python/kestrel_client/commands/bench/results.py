@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ...version import __version__
 from ..files import write_whole
 from ..parser import CommandError
 from .client_health import ClientHealth
@@ -82,7 +83,7 @@ def describe_machine() -> Plain:
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "system": f"{sys.platform} {platform.machine()}",
-        "libraries": {name: metadata.version(name) for name in ("grpcio", "kestrel-client")},
+        "libraries": {"grpcio": metadata.version("grpcio"), "kestrel-client": __version__},
     }
 
 
