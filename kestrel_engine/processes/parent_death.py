@@ -27,9 +27,7 @@ def end_with_parent(fd: int, *, kernel_signal: bool = False) -> None:
     ``kernel_signal``: on Linux, ask the kernel to send SIGKILL as well, without delay (PR_SET_PDEATHSIG). The signal
     also works while no Python code can run, for instance while an extension holds the interpreter. The kernel sends the
     signal when the *thread* that started the child ends, so pass True only if the parent's main thread starts the
-    child. On other systems the argument has no effect.
-
-    Raises OSError if the kernel refuses the request.
+    child. On other systems the argument has no effect. Raises OSError if the kernel refuses the request.
     """
     if kernel_signal and sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

@@ -49,8 +49,7 @@ class Request:
 
     ``images``: in the order of the prompt, as they are given to `InferenceEngine.submit`, then prepared. ``adapter``:
     its name; None: that of the engine, if it has one. ``deadline_at``: an instant of the engine's clock after which
-    nothing is begun for the request; all stages share it. The other fields that a caller sets are as in
-    `CallerOptions`.
+    nothing is begun for the request; all stages share it. The others are as in `CallerOptions`.
     """
 
     skill: str

@@ -73,11 +73,9 @@ class QuerySkill:
     """Arguments: question, reasoning (default False), spatial_refs, history, image_turns, system, presupposes,
     answer_start. Output: {"answer", "reasoning"?}.
 
-    ``presupposes``: names of objects that the question is about. If an image has no such object, the answer is empty
-    (TextRequest.presupposed).
+    ``presupposes``: names of objects that the question is about. If an image has no such object, the answer is empty.
 
-    ``system``: instructions for the whole conversation. They precede the first question, with a blank line between
-    (moondream.md section 13).
+    ``system``: instructions for the whole conversation. They precede the first question, with a blank line between.
 
     ``history``: earlier turns as pairs of question and answer, oldest first. Each is rendered as it was asked and
     answered directly (moondream.md section 13).
@@ -88,8 +86,7 @@ class QuerySkill:
     ``answer_start``: the beginning of the answer, which the model continues. The output has only what follows.
 
     max_tokens bounds the reasoning and the answer separately, as in the reference, unless max_reasoning_tokens bounds
-    the reasoning. Stop strings and a constraint apply to the answer only; in the reasoning stop strings are ordinary
-    text.
+    the reasoning. Stop strings and a constraint apply to the answer only;
     """
 
     name = "query"

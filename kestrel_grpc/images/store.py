@@ -98,12 +98,8 @@ class ImageStore:
     ) -> StoredImage | None:
         """Stores a valid image. Returns None if the image alone exceeds the limit. Raises ImagesFull.
 
-        Args:
-            owner: The name of the owner.
-            digest: The SHA-256 of the source. The engine computes it before it decodes the image.
-            source: Encoded bytes or pixels.
-            size: (width, height) in pixels.
-            weight: The owner's weight.
+        ``digest``: the SHA-256 of the source, which the engine computes before it decodes the image. ``source``:
+        encoded bytes or pixels. ``size``: (width, height) in pixels. ``weight``: the owner's.
         """
         present = self.find(owner, digest)
         if present is not None:

@@ -49,12 +49,9 @@ def set_up_logging(
 ) -> None:
     """Replaces the root logger's handlers. Raises ValueError for invalid ``levels``.
 
-    Args:
-        levels: The value of --log-level.
-        format: The format of the records.
-        stream: Receives the records. None writes them to standard error on a separate thread.
-        buffer_bytes: Limit on the bytes that wait for that thread.
-        worker: The index of this worker, which every record holds; None without workers.
+    ``levels``: the value of --log-level. ``stream``: receives the records; None writes them to standard error on a
+    separate thread. ``buffer_bytes``: limit on the bytes that wait for that thread. ``worker``: the index of this
+    worker, which every record holds; None without workers.
     """
     handler: logging.Handler
     if stream is None:

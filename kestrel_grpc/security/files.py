@@ -2,8 +2,7 @@
 
 A file of tokens that every user may write is refused, because any user could add a token. A file that every user may
 read causes a warning. The file of tokens holds hashes of 256 random bits, which do not reveal the tokens. Kubernetes
-mounts secrets with mode 0644 by default, so refusing such a file would gain little. For a private key, the warning says
-to replace the key.
+mounts secrets with mode 0644 by default, so refusing such a file would gain little.
 """
 
 from __future__ import annotations

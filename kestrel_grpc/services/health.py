@@ -39,13 +39,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         following: tuple[str, ...],
         others: tuple[str, ...],
     ) -> None:
-        """Creates the statuses.
-
-        Args:
-            is_crowded: Whether the server is about to refuse connections; then ``following`` are not serving.
-            following: Services that are serving while the model is ready.
-            others: Services that are serving from the start until the server drains.
-        """
+        """``is_crowded``: whether the server is about to refuse connections; then ``following`` are not serving.
+        ``following``: services that are serving while the model is ready. ``others``: services that are serving from
+        the start until the server drains."""
         self._served, self._is_crowded = served, is_crowded
         self._following = {"", *following}
         self._configured: str | None = served.default.name

@@ -230,13 +230,8 @@ def page_of(
 ) -> tuple[list[_Item], str]:
     """The items of the page that ``request`` asks for, and the token of the next page, which is empty on the last one.
 
-    Args:
-        request: Has ``page_size`` and ``page_token``.
-        items: All items, in order of their keys, which differ.
-        scope: Names the list. A token of another list is refused.
-
-    Raises:
-        InvalidRequest: The size or the token is invalid.
+    ``request``: has ``page_size`` and ``page_token``. ``items``: all, in order of their keys, which differ. ``scope``:
+    names the list. Raises InvalidRequest for an invalid size, and for an invalid token or that of another list.
     """
     size = request.page_size if request.HasField("page_size") else _USUAL
     if not 1 <= size <= MOST:

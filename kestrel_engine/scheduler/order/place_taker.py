@@ -3,8 +3,7 @@
 When the batch is full, a place passes from a principal with more than its share of the batch to one with less. A
 sequence of the best priority may also take a place from its own principal's sequences of lesser priority, unless these
 were preempted a few times before: otherwise the best priority would starve them. The sequence that loses its place
-waits again, ahead of the others of its principal. Its computed positions stay in the prefix cache, so it continues at
-little cost.
+waits again, ahead of the others of its principal. Its computed positions stay in the prefix cache.
 """
 
 from __future__ import annotations

@@ -100,9 +100,8 @@ class Fitting:
         """Fits, and leaves the last parameters, or the best earlier ones if the held-out images prove these better.
 
         If patience ended the training, the learning rate was still high, so it leaves the parameters with the best
-        validation loss. Without held-out images it leaves the last.
-
-        Raises RuntimeFailure if a loss is not finite, and ConfigError for an image that cannot be read.
+        validation loss. Without held-out images it leaves the last. Raises RuntimeFailure if a loss is not finite, and
+        ConfigError for an image that cannot be read.
         """
         settings = self._settings
         device = self._model.device

@@ -51,15 +51,9 @@ class Guard:
         ports: Callable[[], Collection[int]] = lambda: (),
         check_audit: Callable[[], None] | None = None,
     ) -> None:
-        """Raises TokenFileError, TlsError.
-
-        Args:
-            security: The limits and credentials.
-            max_message_bytes: Limit on a message.
-            check_room: Raises an error if the engine could not accept a request of a principal now.
-            ports: Returns the ports that the server listens on.
-            check_audit: Raises an error if administrative calls can't be recorded now. None if they need no record.
-        """
+        """``check_room``: raises an error if the engine could not accept a request of a principal now. ``ports``:
+        returns the ports that the server listens on. ``check_audit``: raises an error if administrative calls can't be
+        recorded now; None if they need no record. Raises TokenFileError, TlsError."""
         self._check_room, self._check_audit = check_room, check_audit
         self.limits = security.calls
         self.messages = MessageLimits(max_message_bytes, security.calls.held_bytes)

@@ -2,8 +2,7 @@
 
 gRPC does not report the size of a message before the message has arrived, and a read receives all of it. So a call
 reserves memory for the largest message first. When the message has arrived, the reservation shrinks to its size.
-Callers that wait for memory get it in turns, one call each. Each caller is limited to a share, so that one caller
-cannot use all memory.
+Callers that wait for memory get it in turns, one call each. Each caller is limited to a share.
 
 A large message keeps the event loop busy when it arrives: gRPC's binding copies it twice, the decoder once more. If a
 caller's messages take more than half of the event loop's time, its messages are read one at a time, with pauses as long

@@ -1,7 +1,6 @@
 """FlashInfer's paged attention for the text of a prefill pass, and for decode.
 
-All uses share one workspace on the device, because they run one after the other on one stream. `FlashInfer` imports the
-package and raises ConfigError without it.
+All uses share one workspace on the device, because they run one after the other on one stream.
 
 `plan` writes the plan to a pinned buffer, which FlashInfer copies to the device without waiting. The host must not
 overwrite that buffer before the copy is done, so each use records an event.

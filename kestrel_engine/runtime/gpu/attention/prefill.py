@@ -53,9 +53,8 @@ def choose_attention(
     With a ``name`` of "auto" or "triton", our kernels compute decode and the text of captured passes, and torch the
     rest; nothing needs nvcc. With "flashinfer", FlashInfer computes all but images, which torch computes, and compiles
     its kernels at their first use. With "torch", torch computes prompts, and our kernel computes decode. ``pool``: the
-    dtype of the KV cache, if it isn't ``dtype``. FlashInfer does not read an FP8 KV cache.
-
-    Raises ConfigError for an unknown name, and if FlashInfer is named and not available.
+    dtype of the KV cache, if it isn't ``dtype``. FlashInfer does not read an FP8 KV cache. Raises ConfigError for an
+    unknown name, and if FlashInfer is named and not available.
     """
     if name not in ("auto", "flashinfer", "triton", "torch"):
         raise ConfigError("attention", name, "must be auto, flashinfer, triton or torch")

@@ -2,8 +2,7 @@
 
 A block is parallel, so four launches are enough: the LayerNorm, which also adds the output of the previous block; one
 GEMM for qkv and fc1; attention; and one GEMM for proj and fc2, whose partial sums the next LayerNorm adds. For up to 64
-rows, experts have a separate router and run on a second stream, concurrently with attention. While one stream waits,
-the other one reads weights.
+rows, experts have a separate router and run on a second stream, concurrently with attention.
 
 With a few rows (`AHEAD_ROWS`), the router also computes the LayerNorm that it needs, so the experts of a layer wait for
 the end of the layer before it only. The two streams then read and write the residual stream and the outputs of a layer
