@@ -113,7 +113,6 @@ class ImagePreparation:
         self.pool.flush()
 
     def close(self) -> None:
-        """Ends the decoders."""
         self.pool.close()
 
     async def _prepare_each(

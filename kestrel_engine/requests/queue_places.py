@@ -53,7 +53,6 @@ class QueuePlace:
         """The further places of a request with several images."""
 
     def pass_to(self, occupant: Occupant) -> None:
-        """From now on ``occupant`` has the place."""
         self.occupant = occupant
 
     @property

@@ -85,7 +85,6 @@ class KvCache:
         return torch.stack(found)
 
     def slot(self, page_table: tuple[int, ...], position: int) -> int:
-        """Returns the slot of one position."""
         page, offset = divmod(position, self.page_size)
         return page_table[page] * self.page_size + offset
 

@@ -52,7 +52,6 @@ class Directory:
                 del self._seen[replica]
 
     def leave(self, replica: str) -> None:
-        """The server has ended."""
         self._seen.pop(replica, None)
 
     def is_complete(self, now: float) -> bool:

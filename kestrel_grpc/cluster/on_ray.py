@@ -216,7 +216,6 @@ def deploy(plan: ClusterPlan, say: Callable[[str], None]) -> None:
 
 
 def remove(config: ClusterConfig) -> None:
-    """Drains and ends all servers."""
     serve.delete(config.application)
 
 

@@ -84,7 +84,6 @@ class HttpEdge:
         self.life, self.fetcher, self.bodies = life, fetcher, Bodies(life.guard)
 
     async def handle(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
         exchange = _Exchange(self, endpoint, scope, receive, send)
         context: Any = HttpContext(scope, exchange.write, endpoint.timeout_s(scope))
         call = self.life.begin(endpoint.method, context, caps_max_tokens=endpoint.caps_max_tokens)

@@ -182,8 +182,6 @@ class ImageFetcher:
 
 
 class _Exchange:
-    """One request and its answer."""
-
     def __init__(
         self,
         reader: asyncio.StreamReader,

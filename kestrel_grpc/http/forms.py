@@ -65,7 +65,6 @@ class JsonForm:
 
 
 def sent_event(values: dict[str, Any], name: str = "") -> bytes:
-    """A server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + orjson.dumps(values) + b"\n\n"
 

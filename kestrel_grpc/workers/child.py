@@ -140,7 +140,6 @@ class Child:
 
 
 async def _readable(fd: int) -> None:
-    """Waits until ``fd`` is readable."""
     loop = asyncio.get_running_loop()
     event = asyncio.Event()
     loop.add_reader(fd, event.set)

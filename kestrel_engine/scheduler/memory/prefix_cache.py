@@ -110,7 +110,6 @@ class PrefixCache:
             each.locks += 1
 
     def unlock(self, node: Node) -> None:
-        """Takes one lock back."""
         for each in node.path():
             assert each.locks > 0, "a node is unlocked once too often"
             each.locks -= 1

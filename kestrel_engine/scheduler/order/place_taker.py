@@ -47,7 +47,6 @@ class PlaceTaker:
         )
 
     def took(self) -> None:
-        """A place was taken in this step."""
         self._pause = self._interval
 
     def _may_take(self, taker: Sequence, giver: Sequence) -> bool:

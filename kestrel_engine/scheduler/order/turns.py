@@ -71,7 +71,6 @@ class Turns:
         self._limit = _BEYOND
 
     def launched(self) -> None:
-        """Notes that the current step was launched."""
         self._num_alone = self._num_alone + 1 if self.alone else 0
         self._num_out += not self.alone
 

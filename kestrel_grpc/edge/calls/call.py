@@ -143,7 +143,6 @@ class Call:
 
     @property
     def ids(self) -> tuple[tuple[str, str], ...]:
-        """The call's ids as metadata."""
         request = (REQUEST_ID_KEY, self.request_id)
         return (request, (TRACE_ID_KEY, self.trace_id)) if self.trace_id else (request,)
 

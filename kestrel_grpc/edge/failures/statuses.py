@@ -172,7 +172,6 @@ class Complaint:
 
     @property
     def status(self) -> status_pb2.Status:
-        """The status as a message, with its details."""
         return status_message(self.code.value[0], self.message, self.details)
 
 

@@ -33,7 +33,6 @@ class Acceptor:
         self._logged_at = -float("inf")
 
     def start(self) -> None:
-        """Accepts connections from now on."""
         self._pause = None
         self._loop.add_reader(self._listening, self._accept)
 

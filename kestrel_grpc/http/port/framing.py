@@ -79,7 +79,6 @@ class RequestFraming:
         return bool(self._waiting)
 
     def feed(self, data: bytes) -> None:
-        """Adds what has arrived."""
         self._waiting += data
 
     def take(self) -> bytes:
@@ -182,8 +181,6 @@ def _is_exact(lines: bytes | bytearray) -> bool:
 
 
 class _Chunks:
-    """A chunked body."""
-
     def __init__(self) -> None:
         self._left = 0
         """Bytes of the current chunk that are not taken, with the line end behind it."""

@@ -71,7 +71,6 @@ class DeviceCrops:
         return found
 
     def warm_up(self) -> None:
-        """Compiles the kernels."""
         side = self._vision.crop_size
         for width, height in ((side - 1, side - 1), (side + 1, side + 1)):
             pixels = np.zeros((height, width, 3), np.uint8)
