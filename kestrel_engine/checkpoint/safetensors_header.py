@@ -32,7 +32,7 @@ class Header:
 
 
 def read_header(file: Path, opened: BinaryIO, most_bytes: int = _MOST_BYTES) -> Header:
-    """Reads the header of ``opened``, the file ``file``. Raises OSError, and CheckpointError for a bad header."""
+    """Reads the header of ``opened``. Raises OSError, and CheckpointError if damaged or above ``most_bytes``."""
     room = opened.seek(0, 2) - _LENGTH_BYTES
     opened.seek(0)
     size = int.from_bytes(opened.read(_LENGTH_BYTES), "little")

@@ -129,8 +129,8 @@ def default_of(config: Any, field: str) -> Any:
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
-    """Checks the kind and the range of every setting of ``config``. None is valid if it is the field's default or if an
-    operator writes it as 0. ``prefix``: before the field's name in an error. Raises ConfigError for one field.
+    """Checks kind and range of every setting of ``config``. None is valid if it is the field's default or if an
+    operator writes it as 0. ``prefix``: before the name in an error. Raises ConfigError for the first invalid field.
     """
     kind: type = type(config)
     for name, made in _checks_of(kind).items():

@@ -67,7 +67,8 @@ class Confinement:
 
 
 def hide_memory() -> None:
-    """On Linux, closes memory, environment and descriptors to the user's other processes. No core dumps."""
+    """On Linux, closes this process's memory, environment and descriptors to other processes of its user, and turns
+    core dumps off."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 

@@ -51,9 +51,9 @@ class VisionModel:
         self.projector = Mlp.load(tensors, "vision.proj_mlp")
 
     def encode_images(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
-        """Returns the embedding [grid * grid, proj_out_dim] of each image. ``images``: its crops [n, crop_size,
-        crop_size, 3] uint8 and its tiling (rows, columns). With (1, 1), one of the two equal crops is encoded.
-        """
+        """Returns the embedding [grid * grid, proj_out_dim] of each image. ``images``: for each image its crops [n,
+        crop_size, crop_size, 3] uint8 and its tiling (rows, columns). Of the two equal crops of a tiling of (1, 1),
+        only one is encoded."""
         needed = [crops[: num_distinct(len(crops), tiling)] for crops, tiling in images]
         features = self.encode_crops(torch.cat(needed))
         pieces = torch.split(features, [len(crops) for crops in needed])

@@ -16,7 +16,8 @@ DOWNLOAD_S = 600.0
 
 
 class Staging:
-    """``folder`` takes the files, ``make_room`` the download's bytes beforehand. ``max_bytes``: of one adapter."""
+    """``folder`` takes the files. ``make_room`` gets the bytes of the whole download before any of them is written.
+    ``max_bytes``: of one adapter."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """Weights in 4 bits: groups of numbers that share a scale and a zero point, two numbers in a byte.
 
 A weight of n numbers is n / g groups of g: W = (q - zero_point) * scale, q in 0..15 (moondream.md section 2.5). A row
-of packed bytes holds two groups, in Moondream 2's release as high and low nibbles. For Moondream 3, public loaders
-disagree. So `find_order` decides: a group's weights have a mean near 0, so its q have a mean near its zero point.
+of packed bytes holds two groups. Moondream 2's release has the high nibbles of all rows first, then the low ones. For
+Moondream 3, public loaders disagree: one takes the two groups of a row one after the other. So `find_order` decides by
+the numbers: the weights of a group have a mean near 0, so its q have a mean near its own zero point.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def load_planned(
     read_ahead: bool | None = None,
 ) -> LoadedCheckpoint:
     """Reads the values of ``plan``. ``narrow``: as in `rounding`. ``hint``: the end of an error. ``read_ahead``: read
-    with DeviceReader instead of mapped files; default: except for a CPU's tensors that stay as they are stored. Raises
+    with DeviceReader instead of mapped files. By default, a CPU maps the tensors that stay as they are stored. Raises
     CheckpointError (with all wrong names, or the damaged file) and InsufficientMemoryError."""
     device = torch.device(device)
     where = str(files[0] if len(files) == 1 else files[0].parent)

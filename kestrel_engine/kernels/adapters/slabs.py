@@ -28,10 +28,10 @@ _WIDTH = tl.constexpr(RANKS * MOST_SLABS)
 
 @dataclass(frozen=True, slots=True)
 class RowSlabs:
-    """The slabs of a pass's rows. ``anchor``: [1], in the dtype of the slabs. ``slabs``: [n] int64, the distances of
-    the slabs. ``first``, ``count``: [M] int32; row m has the slabs first[m] to first[m] + count[m] - 1, and its first
-    rank is that of its first slab. Rows without an adapter have 0. Slabs between two rows' have the same layout.
-    """
+    """The slabs of the rows of a pass. ``anchor``: [1], in the dtype of the slabs. ``slabs``: [n] int64, the distances
+    of the slabs. ``first``, ``count``: [M] int32; row m has the slabs first[m] to first[m] + count[m] - 1, and its
+    first rank is that of its first slab. Rows without an adapter have the count 0. Slabs between those of two rows have
+    the same layout."""
 
     anchor: Tensor
     slabs: Tensor
@@ -83,7 +83,8 @@ def ranks_of(anchor, slabs, at, end, GROUP: tl.constexpr):
 
 @triton.jit
 def load_b(anchor, slabs, at, end, b_at, rows_n, keep_n, GROUP: tl.constexpr):
-    """Returns the rows ``rows_n`` of B of GROUP slabs from ``at`` on: [BLOCK_N, GROUP * 16], where ``keep_n``."""
+    """Returns the rows ``rows_n`` of B of GROUP slabs from ``at`` on: [BLOCK_N, GROUP * 16]. ``b_at``: the offset of B
+    in a slab. ``keep_n``: the rows that exist."""
     _, rank, there, base = ranks_of(anchor, slabs, at, end, GROUP)
     return tl.load(
         base[None, :] + (b_at + rows_n[:, None] * _RANKS + rank[None, :]),

@@ -283,7 +283,8 @@ def _tiles(key_pool, value_pool, pages, at, end, element, inside, H: tl.constexp
 
 @triton.jit
 def _attend(q, k, v, seen, most, total, acc, UNITS: tl.constexpr):
-    """Adds a tile's ``seen`` positions to the online softmax: ``most``, ``total`` [1, HEADS], ``acc`` [.., BD]."""
+    """Adds a tile's ``seen`` positions to the online softmax: ``most`` and ``total`` [1, HEADS], ``acc`` [1, HEADS,
+    BD]."""
     scores = tl.sum(widened(k, UNITS) * q[None, :, :], 2)
     scores = tl.where(seen[:, None], scores, float("-inf"))
     higher = tl.maximum(most, tl.max(scores, 0, keep_dims=True))
