@@ -1,9 +1,6 @@
-"""ServedModels: the models of this server, and the state of each as callers see it.
-
-This module uses neither protobuf nor gRPC. A server has one ServedModels, which only the event loop uses. The state of
-a model goes from LOADING to READY to DRAINING. READY becomes FAILED when the engine dies. One model's failure leaves
-the others as they are.
-"""
+"""ServedModels: the models of this server, and the state of each as callers see it. This module uses neither protobuf
+nor gRPC. A server has one ServedModels, which only the event loop uses. The state of a model goes from LOADING to READY
+to DRAINING. READY becomes FAILED when the engine dies. One model's failure leaves the others as they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """ConstraintCompiler: compiles the constraints of requests in a thread. Owns the constraints that wait for it, and the
-compiled ones that were used last.
-
-Principals take turns. Each constraint that waits is that of a request with a place in the queue, so places bound them.
-"""
+compiled ones that were used last. Principals take turns. Each constraint that waits is that of a request with a place
+in the queue, so places bound them."""
 
 from __future__ import annotations
 

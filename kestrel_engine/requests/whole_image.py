@@ -1,8 +1,6 @@
 """Conversions between coordinates of a region and those of its whole image, for requests about a region. Owns no state.
-
 A place in an output is a dict with x and y or with the four edges of a box, a dict of only width and height, or a tuple
-of 2 or 4 numbers. A list is none.
-"""
+of 2 or 4 numbers. A list is none."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Refinement: refines the masks of a step, with plain torch, on the device of the model.
-
-Every mask costs one pass of the vision tower over its crop, which is not among the crops of its image, and five passes
-of the refiner. On a GPU, masks of several requests share the passes.
-"""
+"""Refinement: refines the masks of a step, with plain torch, on the device of the model. Every mask costs one pass of
+the vision tower over its crop, which is not among the crops of its image, and five passes of the refiner. On a GPU,
+masks of several requests share the passes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Executes StepPlans with plain torch on a CPU or a CUDA device. It is the reference for faster runtimes.
-
-It owns the KV cache, and the embeddings of images from their encoding until ``drop_images``. It makes no decisions: the
-plan says what to compute, where to store it and which ids may be sampled.
-"""
+"""Executes StepPlans with plain torch on a CPU or a CUDA device. It is the reference for faster runtimes. It owns the
+KV cache, and the embeddings of images from their encoding until ``drop_images``. It makes no decisions: the plan says
+what to compute, where to store it and which ids may be sampled."""
 
 from __future__ import annotations
 

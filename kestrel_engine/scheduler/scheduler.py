@@ -1,9 +1,6 @@
-"""Scheduler: which sequences compute what in the next step.
-
-Owns the lanes with the steps that are out. Pure Python; knows no tensor, text, skill or clock. One thread uses it.
-Several steps may be out at a time; they run in the order scheduled, or in two lanes (types.step.Lane). What a step of
-each lane computes is in lanes/.
-"""
+"""Scheduler: which sequences compute what in the next step. Owns the lanes with the steps that are out. Pure Python;
+knows no tensor, text, skill or clock. One thread uses it. Several steps may be out at a time; they run in the order
+scheduled, or in two lanes (types.step.Lane). What a step of each lane computes is in lanes/."""
 
 from __future__ import annotations
 

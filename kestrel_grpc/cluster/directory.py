@@ -1,8 +1,6 @@
-"""Directory: the servers of a cluster by what they say of themselves, and the forms in which others read them.
-
-Nothing is stored: each server says every BEAT_S seconds where it is. A directory that has just started, or was
-restarted, knows all of them after COLLECTING_S. It is pure: callers pass the time.
-"""
+"""Directory: the servers of a cluster by what they say of themselves, and the forms in which others read them. Nothing
+is stored: each server says every BEAT_S seconds where it is. A directory that has just started, or was restarted, knows
+all of them after COLLECTING_S. It is pure: callers pass the time."""
 
 from __future__ import annotations
 

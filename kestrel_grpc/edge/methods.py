@@ -1,8 +1,6 @@
-"""Methods: what a gRPC port has for each of its methods, made once when generated code adds a servicer.
-
-A method of kestrel.v1 or of KServe's protocol is a GrpcMethod, or a StreamMethod if its stream carries many requests.
-A Visit is a method of health, reflection or load reports. All of them lead their calls by call_life.py.
-"""
+"""Methods: what a gRPC port has for each of its methods, made once when generated code adds a servicer. A method of
+kestrel.v1 or of KServe's protocol is a GrpcMethod, or a StreamMethod if its stream carries many requests. A Visit is a
+method of health, reflection or load reports. All of them lead their calls by call_life.py."""
 
 from __future__ import annotations
 

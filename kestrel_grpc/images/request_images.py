@@ -1,8 +1,6 @@
-"""RequestImages: reads the images of a request, which the request holds or names by id, finds and stores them.
-
-An image is stored after the engine has decoded it, so every image in the store is valid. With shared images, the images
-that clients put are written to the shared store too, and an id that is unknown here is looked up there.
-"""
+"""RequestImages: reads the images of a request, which the request holds or names by id, finds and stores them. An image
+is stored after the engine has decoded it, so every image in the store is valid. With shared images, the images that
+clients put are written to the shared store too, and an id that is unknown here is looked up there."""
 
 from __future__ import annotations
 

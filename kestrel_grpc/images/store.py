@@ -96,11 +96,9 @@ class ImageStore:
         *,
         weight: float = 1.0,
     ) -> StoredImage | None:
-        """Stores a valid image. Returns None if the image alone exceeds the limit. Raises ImagesFull.
-
-        ``digest``: the SHA-256 of the source, which the engine computes before it decodes the image. ``source``:
-        encoded bytes or pixels. ``size``: (width, height) in pixels. ``weight``: the owner's.
-        """
+        """Stores a valid image. Returns None if the image alone exceeds the limit. Raises ImagesFull. ``digest``: the
+        SHA-256 of the source, which the engine computes before it decodes the image. ``source``: encoded bytes or
+        pixels. ``size``: (width, height) in pixels. ``weight``: the owner's."""
         present = self.find(owner, digest)
         if present is not None:
             return present

@@ -1,8 +1,6 @@
-"""Appends lines to an operator's file or to standard output, so that no other process can redirect or delay them.
-
-The file is opened for each write: it may be moved away at any time, and the next line is in a new file. The last part
-of its path must not be a link, and no FIFO and no device is opened. A new file is for its owner only.
-"""
+"""Appends lines to an operator's file or to standard output, so that no other process can redirect or delay them. The
+file is opened for each write: it may be moved away at any time, and the next line is in a new file. The last part of
+its path must not be a link, and no FIFO and no device is opened. A new file is for its owner only."""
 
 from __future__ import annotations
 

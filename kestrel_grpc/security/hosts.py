@@ -1,8 +1,6 @@
-"""Hosts: the values of the header Host that a port answers to.
-
-A page of any site can give its own name this machine's address (DNS rebinding). The browser then takes the port for a
-part of that site, so the page may send anything and read every response. But the header Host still has the site's name.
-"""
+"""Hosts: the values of the header Host that a port answers to. A page of any site can give its own name this machine's
+address (DNS rebinding). The browser then takes the port for a part of that site, so the page may send anything and read
+every response. But the header Host still has the site's name."""
 
 from __future__ import annotations
 

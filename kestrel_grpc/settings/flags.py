@@ -1,8 +1,6 @@
-"""The flags of configuration classes.
-
-``add_settings`` adds them, as the fields of a class describe them. ``configured`` makes the object from parsed flags.
-This module does not import the engine when it is imported, because doctor reports what the engine lacks.
-"""
+"""The flags of configuration classes. ``add_settings`` adds them, as the fields of a class describe them.
+``configured`` makes the object from parsed flags. This module does not import the engine when it is imported, because
+doctor reports what the engine lacks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The messages between supervisor and worker.
-
-The supervisor sends the worker its task, once. The worker then sends Ready, Failed and Alive messages. Each side
-detects the end of the other when the line closes. A worker whose supervisor has ended drains, as after SIGTERM.
-"""
+"""The messages between supervisor and worker. The supervisor sends the worker its task, once. The worker then sends
+Ready, Failed and Alive messages. Each side detects the end of the other when the line closes. A worker whose supervisor
+has ended drains, as after SIGTERM."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Supervisor: starts the workers, reports when all are ready, restarts those that end, and stops them all.
-
-The supervisor serves no requests and imports neither grpc nor torch. Its front distributes calls to the workers, or the
-kernel connections.
-"""
+"""Supervisor: starts the workers, reports when all are ready, restarts those that end, and stops them all. The
+supervisor serves no requests and imports neither grpc nor torch. Its front distributes calls to the workers, or the
+kernel connections."""
 
 from __future__ import annotations
 

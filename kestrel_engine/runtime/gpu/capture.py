@@ -1,8 +1,6 @@
-"""captured: rehearses a pass, then captures it as a CUDA graph.
-
-A rehearsal compiles and loads what the pass launches: Triton's kernels, cuBLAS's choices, cuDNN's plans. Nothing of
-this may happen during a capture. Layers of one kind launch the same, so a rehearsal runs a few of them.
-"""
+"""captured: rehearses a pass, then captures it as a CUDA graph. A rehearsal compiles and loads what the pass launches:
+Triton's kernels, cuBLAS's choices, cuDNN's plans. Nothing of this may happen during a capture. Layers of one kind
+launch the same, so a rehearsal runs a few of them."""
 
 from __future__ import annotations
 

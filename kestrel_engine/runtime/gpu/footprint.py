@@ -1,8 +1,6 @@
-"""Computes the memory that a GpuRuntime needs beside weights and KV cache, from shapes, before any allocation.
-
-The largest pass determines the result. Images and prompts never run at the same time, so a step needs the larger of the
-two.
-"""
+"""Computes the memory that a GpuRuntime needs beside weights and KV cache, from shapes, before any allocation. The
+largest pass determines the result. Images and prompts never run at the same time, so a step needs the larger of the
+two."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""GEMMs of the fused passes, with an epilogue by cuBLAS: bias, tanh GELU, or addition to the residual stream.
-
-GEMMs with FP8 operands scale the rows of both operands and add a bias. Other kernels apply GELU and the residual
-addition. The exceptions are our own kernels on Hopper (`kernels.linear.fp8_products`).
-"""
+"""GEMMs of the fused passes, with an epilogue by cuBLAS: bias, tanh GELU, or addition to the residual stream. GEMMs
+with FP8 operands scale the rows of both operands and add a bias. Other kernels apply GELU and the residual addition.
+The exceptions are our own kernels on Hopper (`kernels.linear.fp8_products`)."""
 
 from __future__ import annotations
 

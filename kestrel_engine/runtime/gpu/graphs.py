@@ -1,8 +1,6 @@
-"""PassGraphs: a captured CUDA graph for each number of rows and each kind of sampling.
-
-Replaying a graph runs a whole pass with one launch. A graph always uses the same buffers, so it has a fixed number of
-rows. A batch is padded to the next size for which there is a graph.
-"""
+"""PassGraphs: a captured CUDA graph for each number of rows and each kind of sampling. Replaying a graph runs a whole
+pass with one launch. A graph always uses the same buffers, so it has a fixed number of rows. A batch is padded to the
+next size for which there is a graph."""
 
 from __future__ import annotations
 

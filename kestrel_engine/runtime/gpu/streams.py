@@ -1,8 +1,6 @@
-"""Streams of which no other part of the process has the same one, and their use with little work for the host.
-
-torch deals the same 32 streams of each priority out in turn. After a few models were loaded, a runtime would get the
-stream of another one that serves: while it captures a graph, the other's launches would become a part of that graph.
-"""
+"""Streams of which no other part of the process has the same one, and their use with little work for the host. torch
+deals the same 32 streams of each priority out in turn. After a few models were loaded, a runtime would get the stream
+of another one that serves: while it captures a graph, the other's launches would become a part of that graph."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""PromptImages: where the images of one prompt lie, in tokens, positions and pages. Immutable.
-
-The positions of an image attend to one another in both directions, so an image is computed as a whole, and its pages
-are of use only as a whole. The first page of an image may also hold text before it, and the last page text after it.
-"""
+"""PromptImages: where the images of one prompt lie, in tokens, positions and pages. Immutable. The positions of an
+image attend to one another in both directions, so an image is computed as a whole, and its pages are of use only as a
+whole. The first page of an image may also hold text before it, and the last page text after it."""
 
 from __future__ import annotations
 

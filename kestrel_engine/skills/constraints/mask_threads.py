@@ -1,8 +1,6 @@
 """MaskThreads: compute the masks of constrained texts beside the step thread. Owns the threads, and the matchers that
-wait for one.
-
-Principals take turns. At most one thread works for slow matchers, so quick ones wait for none of these.
-"""
+wait for one. Principals take turns. At most one thread works for slow matchers, so quick ones wait for none of
+these."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The fixed cycle in which point and detect name objects (moondream.md section 7).
-
-Decision and x come from one hidden state: any token but the end means "another object" and reads the coordinate head.
-Then y is forced, for boxes the size too, and the next decision follows. The cycle does not depend on what is sampled,
-so every rule is known in advance.
-"""
+"""The fixed cycle in which point and detect name objects (moondream.md section 7). Decision and x come from one hidden
+state: any token but the end means "another object" and reads the coordinate head. Then y is forced, for boxes the size
+too, and the next decision follows. The cycle does not depend on what is sampled, so every rule is known in advance."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Packs lessons about images to the tensors of one pass.
-
-A row is an image with several lessons behind it. A lesson sees the image and itself, never another lesson, so each has
-the results that it would have alone, and the image is computed once for all of them.
-"""
+"""Packs lessons about images to the tensors of one pass. A row is an image with several lessons behind it. A lesson
+sees the image and itself, never another lesson, so each has the results that it would have alone, and the image is
+computed once for all of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Principal: the name, scopes and weight of a caller, and the scopes that methods need.
-
-Stored images, shared prefixes and limits belong to a principal, by its name. A caller that needs no credentials has
-none; its limits go by its address.
-"""
+"""Principal: the name, scopes and weight of a caller, and the scopes that methods need. Stored images, shared prefixes
+and limits belong to a principal, by its name. A caller that needs no credentials has none; its limits go by its
+address."""
 
 from __future__ import annotations
 

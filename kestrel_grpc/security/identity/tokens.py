@@ -1,7 +1,5 @@
-"""Bearer tokens: makes tokens, and reads the file of tokens and principals. The server holds only hashes of tokens.
-
-A token has 256 random bits, so a plain SHA-256 is as safe as a slow hash. A slow hash would cost the server's time.
-"""
+"""Bearer tokens: makes tokens, and reads the file of tokens and principals. The server holds only hashes of tokens. A
+token has 256 random bits, so a plain SHA-256 is as safe as a slow hash. A slow hash would cost the server's time."""
 
 from __future__ import annotations
 

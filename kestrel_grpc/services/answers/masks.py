@@ -1,8 +1,6 @@
 """Draws the outline of a segment as a mask of the image, in the requested format. Decides whether a thread draws it.
-
 The SDK's parser and fill draw the mask (svg_path and rasterise in kestrel_client.drawing), so a client that draws the
-path with the SDK gets the same pixels.
-"""
+path with the SDK gets the same pixels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Converts rows of prompt tokens to the arrays of one prefill pass, on the host with numpy.
-
-The flat batch starts with all image prefixes (BOS and image, which attend in both directions), block by block, so that
-their attention needs no gathering. The other tokens of all rows follow, row by row: text, and images later in a prompt.
-"""
+"""Converts rows of prompt tokens to the arrays of one prefill pass, on the host with numpy. The flat batch starts with
+all image prefixes (BOS and image, which attend in both directions), block by block, so that their attention needs no
+gathering. The other tokens of all rows follow, row by row: text, and images later in a prompt."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Prefill: computes the hidden states at the ends of prompt rows, with a captured pass if one fits.
-
-Long prompts and large groups run without a graph, kernel by kernel. For a few tokens, launching the kernels takes the
-host longer than the device computes.
-"""
+"""Prefill: computes the hidden states at the ends of prompt rows, with a captured pass if one fits. Long prompts and
+large groups run without a graph, kernel by kernel. For a few tokens, launching the kernels takes the host longer than
+the device computes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""PromptSampler: samples the first tokens of sequences, after a prefill pass.
-
-Sampling a few rows takes the device 0.1 ms, and the host longer than that to launch its kernels. So it is captured for
-the fixed buffer in which captured prefill passes leave their results.
-"""
+"""PromptSampler: samples the first tokens of sequences, after a prefill pass. Sampling a few rows takes the device 0.1
+ms, and the host longer than that to launch its kernels. So it is captured for the fixed buffer in which captured
+prefill passes leave their results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Copies between host and device: arrays to the device in one copy from pinned memory, results back to pinned memory.
-
 Rings of buffers hold more buffers than there can be steps in flight, so a copy never reads an overwritten buffer. On a
-CPU device, memory is not pinned.
-"""
+CPU device, memory is not pinned."""
 
 from __future__ import annotations
 

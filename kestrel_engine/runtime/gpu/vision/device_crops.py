@@ -1,8 +1,6 @@
-"""DeviceCrops: makes the crops of images on the device, byte for byte equal to those that libvips makes on the CPU.
-
-A group of images needs one copy of pixels for each image, one copy of tables, and at most four launches. These launches
-are captured for an image that is alone and of a size that has come before. Nothing waits for the device.
-"""
+"""DeviceCrops: makes the crops of images on the device, byte for byte equal to those that libvips makes on the CPU. A
+group of images needs one copy of pixels for each image, one copy of tables, and at most four launches. These launches
+are captured for an image that is alone and of a size that has come before. Nothing waits for the device."""
 
 from __future__ import annotations
 
