@@ -4,8 +4,9 @@ A thread that logs never waits for a pipe's reader or a disk. Lines wait in a bu
 further lines are dropped and counted, as are lines that cannot be written. When writing is possible again, a record
 reports their number.
 
-This handler writes to the descriptor and not to ``sys.stderr``, because a thread that hangs in ``sys.stderr`` holds its
-lock, and then the interpreter aborts at exit.
+The standard library's QueueListener limits neither the bytes that wait nor the time that its end takes. This handler
+writes to the descriptor and not to ``sys.stderr``, because a thread that hangs in ``sys.stderr`` holds its lock, and
+then the interpreter aborts at exit.
 """
 
 from __future__ import annotations
