@@ -23,25 +23,34 @@ _TAG = ":latest"
 _ALIASES = frozenset(
     {
         *("moondream", "moondream2", "moondream3", "moondream3-preview", "moondream-2b"),
+        *("moondream3.1", "moondream3.1-9b-a2b", "moondream/moondream3.1-9b-a2b"),
         *("vikhyatk/moondream2", "moondream/moondream2", "moondream/moondream3-preview"),
     }
 )
 """Names that clients send by default, in lower case: those of Moondream's, Ollama's and the hub's models. In a request
-they stand for the default model, unless a served model has such a name."""
+they stand for the served model with the same last part, or else for the default model."""
 
 
 _LONGEST_FIRST = sorted(_ALIASES, key=len, reverse=True)
 
 
 def served_name(name: str, names: Sequence[str]) -> str:
-    """Returns the default model for an alias, else ``name``, which the service checks. ``names``: those of the served
-    models, the default first."""
+    """Returns the model for which an alias stands, else ``name``, which the service checks. ``names``: those of the
+    served models, the default first."""
     if name in names:
         return name
     untagged = name.removesuffix(_TAG)
     if untagged in names:
         return untagged
-    return names[0] if name.partition(":")[0].lower() in _ALIASES else name
+    alias = name.partition(":")[0].lower()
+    if alias not in _ALIASES:
+        return name
+    return next((each for each in names if _last(each.lower()) == _last(alias)), names[0])
+
+
+def _last(name: str) -> str:
+    """The name without the organisation."""
+    return name.rpartition("/")[2]
 
 
 def listing(models: ModelService, answer: Callable[[Any], Any], form: Form = SSE) -> Endpoint:

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_grpc.http.dialects.models import served_name
 from tests.http.conftest import data_url
 from tests.service.conftest import NO_END, EndlessRuntime
 
@@ -318,10 +319,18 @@ async def test_models_are_listed(http):
     body = (await client.get("/v1/models")).json()
     name = served.engine.info.model
     assert [model["id"] for model in body["data"]] == [name]
-    for asked in (name, "moondream"):
+    for asked in (name, "moondream", "vikhyatk/moondream2", "moondream/moondream3.1-9B-A2B"):
         assert (await client.get(f"/v1/models/{asked}")).json() == body["data"][0]
     unknown = await client.get("/v1/models/acme/gpt")
     assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "model"
+
+
+def test_a_name_of_the_hub_means_the_served_model_of_that_name():
+    names = ["kestrel-tiny", "moondream3.1-9b-a2b", "vikhyatk/moondream2"]
+    assert served_name("moondream/moondream3.1-9B-A2B", names) == "moondream3.1-9b-a2b"
+    assert served_name("moondream2:1.8b", names) == "vikhyatk/moondream2"
+    assert served_name("moondream3-preview", names) == "kestrel-tiny"
+    assert served_name("gpt-4o", names) == "gpt-4o"
 
 
 async def test_an_address_that_ends_with_a_slash(http):
