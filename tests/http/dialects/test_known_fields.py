@@ -55,6 +55,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
             "did you mean rows?",
         ),
     ],
+    "/v1/gaze": [
+        ({"eyes": [[0.5, 0.5]]}, "eyes", "send eye or face"),
+        ({"faces": []}, "", ""),
+        ({"object": "dot"}, "object", "is not a field of /v1/gaze"),
+    ],
     "/v1/chat/completions": [
         ({"images": [IMAGE]}, "images", "as parts of a message"),
         ({"image_url": IMAGE}, "image_url", "as parts of a message"),
@@ -110,6 +115,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 VALID = {
     "/v1/query": QUERY,
     "/v1/detect": {},
+    "/v1/gaze": {"image_url": IMAGE},
     "/v1/chat/completions": CHAT,
     "/api/generate": {**OLLAMA, "prompt": "What?"},
     "/api/chat": {**OLLAMA, "messages": [USER]},
