@@ -48,6 +48,8 @@ def task_path(task: Any, path: FieldPath, index: int) -> FieldPath | None:
                 return (part, *path)
     if name == "object" and "objects" in fields:
         return ("objects", index, *path[1:])
+    if isinstance(task, pb.GazeTask) and name == "eye":
+        return ("eyes" if task.eyes else "faces", index, *path[1:])
     other = _OTHER_NAMES.get(name, (name,))
     if other[0] in fields:
         return (*other, *path[1:])

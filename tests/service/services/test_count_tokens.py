@@ -178,6 +178,11 @@ async def test_what_is_refused(serve):
             "must not be empty",
         ),
         (
+            {"images": [one], "tasks": [pb.Task(gaze={"eyes": [{"x": 1}, {"x": 2}]})]},
+            "tasks[0].gaze.eyes[1]",
+            "2.0 is not a number in [0, 1]",
+        ),
+        (
             {"images": [one], "tasks": [pb.Task(detect={"objects": ["a"], "tiles": {"rows": 9}})]},
             "tasks[0].detect.tiles.columns",
             "not a whole number",
