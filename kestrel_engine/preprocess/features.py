@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FEATURES = ("image", "features")
 MOST_RMS = 1000.0
-"""Limit on the root mean square of a vector. The released projector's are near 1. Up to this limit no number exceeds
+"""Largest root mean square of a vector. The released projector's are near 1. Up to this limit no number exceeds
 float16."""
 
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<f2"), 4: np.dtype("<f4")}
@@ -113,7 +113,7 @@ def _check_numbers(vectors: np.ndarray) -> None:
     """Raises InvalidRequest."""
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.square(vectors, dtype=np.float32).mean(axis=1, dtype=np.float64)
-    bad = np.flatnonzero(~(squares <= MOST_RMS**2))
+    bad = np.flatnonzero(~((squares > 0) & (squares <= MOST_RMS**2)))
     if not len(bad):
         return
     row = int(bad[0])
@@ -122,7 +122,7 @@ def _check_numbers(vectors: np.ndarray) -> None:
     rms = float(np.sqrt(squares[row]))
     raise InvalidRequest(
         (*FEATURES, "data"),
-        f"row {row} has a root mean square of {rms:.4g}; the limit is {MOST_RMS:g}",
+        f"row {row} has a root mean square of {rms:.4g}; it must be above 0 and at most {MOST_RMS:g}",
         value=rms,
         limit=MOST_RMS,
     )

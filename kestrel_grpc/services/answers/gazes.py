@@ -80,6 +80,8 @@ async def of_gazes(
     if message.eyes:
         faces = [None] * len(requests)
     elif not faces:
+        if message.accurate and images[0].features is not None:
+            await run.images.mirrored()  # It is refused, also if the image shows no face.
         found = await run.ended(finding, requests[0], images)
         assert found.result is not None, "it would have raised"
         ended.append(found)

@@ -117,6 +117,7 @@ async def test_what_needs_pixels_says_so(serve):
             ),
             "gaze.accurate",
         ),
+        (vision.Gaze(pb.GazeRequest(image=message(), gaze={"accurate": True})), "gaze.accurate"),
         (vision.Caption(caption(image=region)), "image.region"),
         (vision.Caption(caption(image=few)), "image.max_crops"),
         (vision.Caption(caption(image=coloured)), "image.background"),
@@ -139,6 +140,8 @@ async def test_what_is_refused(serve):
     infinite[2, 0] = np.inf
     large = NUMBERS.copy()
     large[7] = 1001.0
+    empty = NUMBERS.astype(np.float16)
+    empty[4] = 0
     cases = [
         ({"rows": rows + 1}, "rows", f"is {rows + 1}; this model has {rows} rows of {dimensions}"),
         ({"dimensions": 7}, "dimensions", "is 7; this model has"),
@@ -149,7 +152,8 @@ async def test_what_is_refused(serve):
         ({"data": b""}, "data", "has 0 bytes"),
         ({"data": bad.tobytes()}, "data", "row 3 has a number that is not finite"),
         ({"data": infinite.tobytes()}, "data", "row 2 has a number that is not finite"),
-        ({"data": large.tobytes()}, "data", "row 7 has a root mean square of 1001; the limit is 1000"),
+        ({"data": large.tobytes()}, "data", "row 7 has a root mean square of 1001; it must be above 0 and at"),
+        ({"data": empty.tobytes()}, "data", "row 4 has a root mean square of 0; it must be above 0"),
         ({"adapter": "mine"}, "adapter", "was made with the adapter 'mine', and the request has no"),
         ({"adapter": "../x"}, "adapter", "name"),
     ]  # fmt: skip

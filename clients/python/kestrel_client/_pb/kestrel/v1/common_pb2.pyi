@@ -231,7 +231,7 @@ class ImageFeatures(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """rows * dimensions numbers, row by row, IEEE 754 binary32 or binary16, little endian: Embedding.data. The number of
-    bytes tells the format. All are finite, and the root mean square of a row is at most 1000. Required.
+    bytes tells the format. All are finite, and the root mean square of a row is above 0 and at most 1000. Required.
     """
     rows: _builtins.int
     """Number of patches: Embedding.rows. Required."""
