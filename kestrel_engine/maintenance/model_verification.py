@@ -36,10 +36,15 @@ def verify(
     record: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[Finding]:
-    """Yields one finding after each check. It reads every byte twice, once for checksums and once as numbers."""
+    """Yields one finding after each check. It reads every byte twice, once for checksums and once as numbers.
+
+    Raises ConfigError if a setting does not fit the files.
+    """
     hub = hub or Hub(progress=progress, offline=config.offline)
     try:
         opened = open_model(config, hub=hub, progress=progress)
+    except ConfigError:
+        raise
     except KestrelError as error:
         yield Finding("files", "fail", str(error), "name the model, or run kestrel-grpc download")
         return

@@ -68,7 +68,8 @@ def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
 def settings_error(
     error: ConfigError, args: argparse.Namespace, *configs: type, precision: str | None = None
 ) -> SettingsError:
-    """A ConfigError as a SettingsError that names the flag, variable or key that gave the value."""
+    """A ConfigError as a SettingsError that names the flag, variable or key that gave the value. A field of a model's
+    config.json keeps its name."""
     from kestrel_engine import settings_of
 
     field, value, limit = error.field.rpartition(".")[2], error.value, error.limit
@@ -77,7 +78,10 @@ def settings_error(
         field, value = "precision", precision or args.precision
     flags = [made[field].flag for config in configs if field in (made := settings_of(config))]
     flag = flags[0] if flags else "--" + field.replace("_", "-")
-    return SettingsError(f"{name_of(args, flag)}={value}: {limit}")
+    if "." in error.field and not flags:
+        return SettingsError(str(error))
+    shown = "" if value is None else f"={value}"
+    return SettingsError(f"{name_of(args, flag)}{shown}: {limit}")
 
 
 def dest_of(flag: str) -> str:

@@ -10,13 +10,13 @@ from importlib import metadata
 from pathlib import Path
 
 from kestrel_client.commands.flag_table import add_flags
-from kestrel_engine import KestrelError, RuntimeConfig, maintenance
+from kestrel_engine import ConfigError, KestrelError, RuntimeConfig, maintenance
 
 from ... import __version__
 from ...process.startup_progress import LoadingProgress
 from ...settings.configuration import add_config_flag
 from ...settings.flags import SettingsError
-from ...settings.model import DEVICE_FLAGS, add_model_flags
+from ...settings.model import DEVICE_FLAGS, add_model_flags, config_error
 from ..findings import print_findings
 from .model_argument import add_model_argument, computing_config
 
@@ -67,9 +67,13 @@ def _findings(
     machine = f"kestrel-grpc {__version__}, {versions}, Python {platform.python_version()}"
     yield maintenance.Finding("versions", "ok", f"{machine}, {platform.platform()}")
     failed = False
-    for finding in maintenance.verify(config, record=args.record, progress=progress):
-        failed |= finding.status == "fail"
-        yield finding
+    try:
+        for finding in maintenance.verify(config, record=args.record, progress=progress):
+            failed |= finding.status == "fail"
+            yield finding
+    except ConfigError as error:
+        failed = True
+        yield maintenance.Finding("files", "fail", str(config_error(error, args)))
     if args.no_answer:
         return
     if failed:
@@ -85,5 +89,6 @@ def _findings(
             while (found := runner.run(following())) is not None:
                 yield found
         except (KestrelError, OSError) as error:
+            told = config_error(error, args) if isinstance(error, ConfigError) else error
             remedy = "--no-answer skips these checks"
-            yield maintenance.Finding("answers", "fail", str(error), remedy)
+            yield maintenance.Finding("answers", "fail", str(told), remedy)

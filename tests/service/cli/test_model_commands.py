@@ -46,6 +46,17 @@ def test_the_bundled_model_verifies():
     assert "ok    speed: first token about a new picture after " in done.stdout
 
 
+def test_a_setting_that_does_not_fit_has_the_name_of_its_flag(tmp_path):
+    folder = tmp_path / "model"
+    here("download", "--to", folder)
+    (folder / "config.json").write_text("{")
+    done = here("verify", "--weights", folder, "--offline")
+    assert done.returncode == 1
+    assert f"FAIL  files: config.json='{folder}/config.json': can't be read" in done.stdout
+    done = here("verify", "--precision", "fp8", "--device", "cpu")
+    assert "FAIL  answers: --precision=fp8: sets fp8_gemms to all: needs CUDA" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["download", "verify"])
 def test_the_file_says_which_model(command, tmp_path):
     file = tmp_path / "kestrel.toml"
