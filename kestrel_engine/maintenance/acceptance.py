@@ -60,9 +60,12 @@ async def accept(
     name, release = release_of(config.model)
     if release is None or (name == "kestrel-tiny" and config.model_path is not None):
         model = config.model_path or config.model
-        message = f"not checked: no answer is known for {model}, only for {', '.join(RELEASES)}"
+        models = ", ".join(name for name, each in RELEASES.items() if each.answers)
+        message = f"not checked: no answer is known for {model}, only for {models}"
         yield Finding("answers", "warn", message, _NAME_IT)
         return
+    if not release.answers:
+        yield Finding("answers", "warn", f"not checked: no answer is known for {name}")
     pictures = {_sha256(path): path for path in images}
     named = {known.picture.sha256 for known in release.answers if known.picture is not None}
     unnamed = [path for digest, path in pictures.items() if digest not in named]
@@ -74,7 +77,12 @@ async def accept(
             continue
         message = f"{known.request}: not checked: it is about {known.picture.described}"
         yield Finding("answer", "warn", message, "give the picture with --image")
-    if not at_hand:
+    used = [source for _, source in at_hand]
+    for path in images:
+        if path not in used:
+            message = f"{path}: is not a picture of a known answer"
+            yield Finding("answer", "warn", message, "give the picture's file as it was published")
+    if release.answers and not at_hand:
         return
     outputs = []
     precision = config.precision
@@ -87,7 +95,7 @@ async def accept(
             yield _compared(known, result, where)
         yield await _speed(engine, precision, release.speed)
         yield _memory(config, info.device)
-    if not precision.startswith("fp8"):
+    if not at_hand or not precision.startswith("fp8"):
         return
     plain = replace(
         config, precision=info.dtype, dtype="auto", fp8_gemms="auto", kv_cache_dtype="auto"

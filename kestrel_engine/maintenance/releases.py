@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint.catalog import BUNDLED
+from ..checkpoint.catalog import BUNDLED, KNOWN
 
 TOLERANCE = 4 / 1024
 """Largest allowed difference of a coordinate. Coordinates are multiples of 1/1024. Half-precision dtypes and other JPEG
@@ -137,6 +137,9 @@ same."""
 
 
 def release_of(model: str) -> tuple[str, Release | None]:
-    """The name of a model without revision and file, and its release."""
+    """The name of a model without revision and file, and its release. A released model may have its hub id."""
     name = model.strip().lower().partition("@")[0].partition(":")[0]
+    for known in KNOWN.values():
+        if known.hub is not None and known.hub.repo.lower() == name:
+            name = known.name
     return name, RELEASES.get(name)

@@ -23,6 +23,7 @@ from kestrel_engine.maintenance.releases import (
     Picture,
     Release,
     TokenizerFacts,
+    release_of,
 )
 
 TINY = BUNDLED / "kestrel_tiny"
@@ -92,8 +93,9 @@ async def test_a_picture_that_nobody_gave_is_described(folder: Path, tmp_path: P
     grey = tmp_path / "grey.png"
     Image.new("RGB", (300, 200), (128, 128, 128)).save(grey)
     found = await checked(folder, image=grey)
-    assert len(found["answer"]) == 5
-    assert all("not checked: it is about the sample" in line for line in found["answer"])
+    *missing, unknown = found["answer"]
+    assert len(missing) == 5 and all("not checked: it is about the sample" in m for m in missing)
+    assert unknown == f"warn: {grey}: is not a picture of a known answer"
 
 
 Tensors = dict[str, torch.Tensor]
@@ -201,6 +203,22 @@ def test_answers_may_differ_as_far_as_rounding_goes() -> None:
     width, height = (2 ** (10 * b / 1023 - 10) for b in (780, 838))
     assert told["x_max"] == pytest.approx(269 / 1024 + width / 2, abs=1e-6)
     assert told["y_min"] == pytest.approx(284 / 1024 - height / 2, abs=1e-6)
+
+
+def test_a_release_is_known_by_its_hub_id_too() -> None:
+    assert release_of("vikhyatk/moondream2@main") == ("moondream2", RELEASES["moondream2"])
+    name, release = release_of("moondream/moondream3.1-9B-A2B")
+    assert name == "moondream3.1-9b-a2b" and release and release.tokenizer is not None
+
+
+@pytest.mark.slow
+async def test_without_a_known_answer_speed_and_memory_are_still_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RELEASES, NAME, replace(RELEASES[NAME], answers=()))
+    found = await checked(folder)
+    assert found["answers"] == [f"warn: not checked: no answer is known for {NAME}"]
+    assert len(found["speed"]) == len(found["memory"]) == 1
 
 
 async def test_weights_of_unknown_origin_have_no_known_answer(folder: Path) -> None:
