@@ -25,9 +25,8 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-from kestrel_engine.models.compiled.few_rows import is_in_blocks
+from kestrel_engine.models import weight_only
 from kestrel_engine.models.moondream import Moondream
-from kestrel_engine.models.weight_only import plain
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
 from kestrel_engine.types.requests import ImageBlock, Token
 from kestrel_engine.types.step import Row
@@ -84,28 +83,36 @@ class Prompts:
     continuations: list[tuple[int, ...]]
 
 
-def tensors_of(value: object) -> Iterator[Tensor]:
-    """Yields every tensor of a model."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
-    elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            yield from tensors_of(item)
+SCALES = {"weight": "scale", "fc1": "fc1_scale", "fc2": "fc2_scale"}
+"""Where a layer has the scales of a weight in 4 or 8 bits."""
+
+
+def values_of(layer: object) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yields every tensor below ``layer``, with its values in float32. Of scales these are None: the values of their
+    weight include them."""
+    if isinstance(layer, Tensor):
+        yield layer, layer.float()
+    elif isinstance(layer, (list, tuple)):
+        for item in layer:
+            yield from values_of(item)
+    elif is_dataclass(layer) and not isinstance(layer, type):
+        given = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        for name, scales in SCALES.items():
+            if isinstance(given.get(scales), Tensor):
+                weight, by = given.pop(name), given.pop(scales)
+                yield by, None
+                # A matrix, or those of all experts.
+                matrices = [(weight, by)] if name == "weight" else zip(weight, by, strict=True)
+                wide = [weight_only.widened(*each, torch.float32) for each in matrices]
+                yield weight, wide[0] if name == "weight" else torch.stack(wide)
+        yield from values_of(list(given.values()))
+    elif hasattr(layer, "__dict__"):
+        yield from values_of(list(vars(layer).values()))
 
 
 def widened(model: Moondream) -> Moondream:
-    """Returns a copy with float32 tensors of the same values. FP8 experts keep their scales."""
-    memo = {
-        id(tensor): (plain(tensor) if is_in_blocks(tensor) else tensor).float()
-        for tensor in tensors_of(model)
-    }
-    return copy.deepcopy(model, memo)
+    """Returns a copy with float32 tensors of the same values, and without scales."""
+    return copy.deepcopy(model, {id(tensor): values for tensor, values in values_of(model)})
 
 
 def make_prompts(opened: Opened, *, images: int, steps: int) -> Prompts:

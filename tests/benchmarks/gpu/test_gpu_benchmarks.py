@@ -100,8 +100,9 @@ def test_quality_of_float32_is_perfect(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_quality_of_bfloat16_is_near(tmp_path: Path) -> None:
-    report = run(quality, tmp_path, *MODEL, "--drift-only", "--precision", "bfloat16")
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4"])
+def test_quality_of_narrow_types_is_near(precision: str, tmp_path: Path) -> None:
+    report = run(quality, tmp_path, *MODEL, "--drift-only", "--precision", precision)
     assert all(bar["is_met"] and bar["value"] > 1e-4 for bar in report["bars"])
 
 
