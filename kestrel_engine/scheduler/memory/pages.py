@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 
 class PagePool:
     """A fixed number of pages with reference counts; a page is free exactly when its count is zero."""
@@ -9,8 +11,9 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 1, num_pages
         self._references = [0] * num_pages
-        # Last in, first out: the host gives memory for as many pages as were taken at the same time.
-        self._free = list(reversed(range(num_pages)))
+        # A heap. The lowest page is taken first: the host gives memory for as many pages as were taken at the same
+        # time, and attention on a CPU reads consecutive pages without a copy.
+        self._free = list(range(num_pages))
         self._num_used = 0
 
     @property
@@ -28,10 +31,10 @@ class PagePool:
     def allocate(self, count: int) -> list[int]:
         """Takes ``count`` free pages with one reference each. Mutates. Callers check ``num_free`` first."""
         assert 0 <= count <= len(self._free), f"allocate({count}) with {len(self._free)} pages free"
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._references[page] = 1
-        # Pages that were never taken are in order below the others.
+        # Pages that were never taken are above all others.
         self._num_used = max([self._num_used, *(page + 1 for page in pages)])
         return pages
 
@@ -47,7 +50,7 @@ class PagePool:
             assert self._references[page] > 0, f"page {page} is released once too often"
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free.append(page)
+                heapq.heappush(self._free, page)
 
     def references(self, page: int) -> int:
         return self._references[page]

@@ -133,6 +133,15 @@ def test_agrees_with_the_brute_force_model(data):
         assert cache.num_evictable == free
 
 
+def test_the_lowest_pages_are_taken_first_in_their_order():
+    """Attention on a CPU copies keys and values whose pages are not consecutive."""
+    pool = PagePool(8)
+    first, second = pool.allocate(3), pool.allocate(2)
+    pool.release(second)
+    pool.release(first)
+    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
+
+
 def test_many_namespaces_are_forgotten_in_linear_time():
     """When each removal went through all namespaces, these took 1.5 s, and four times as many 35 s."""
     count = 8000

@@ -36,6 +36,7 @@ def random_simulation(rng, *, checked=True):
     policy = SchedulerPolicy(
         budget=budget,
         prefix_cache=rng.random() < 0.7,
+        prefix_pages=rng.choice([None, 6, 12]),
         kept_embeddings=rng.choice([0, 1, 4]),
         kept_crops=rng.choice([0, 1, 3, 20]),
         aging_s=rng.choice([1.0, 100.0]),
