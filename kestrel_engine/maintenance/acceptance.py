@@ -134,16 +134,19 @@ def _source(
 async def _ask(
     engine: InferenceEngine, known: KnownAnswer, source: str | np.ndarray | None
 ) -> EngineResult:
-    greedy = {"temperature": 0.0} if known.skill in ("query", "caption") else {}
-    settings = {**greedy, **known.settings}
+    settings = {"temperature": 0.0} if known.skill in ("query", "caption") else {}
     async with await engine.submit(known.skill, source, dict(known.arguments), settings) as stream:
         return await stream.result()
 
 
 def _compared(known: KnownAnswer, result: EngineResult, where: str) -> Finding:
     output = result.output
-    found: object = {name: output.get(name) for name in known.output} or output
     expected: object = known.output
+    found: object = {name: output.get(name) for name in known.output} or output
+    if known.grounds:
+        each = [len(ground["points"]) for ground in output["reasoning"]["grounding"]]
+        expected = {**known.output, "grounds": [known.grounds] * max(1, len(each))}
+        found = {**{name: output.get(name) for name in known.output}, "grounds": each}
     distance = 0.0
     if known.token_ids:
         expected, found = list(known.token_ids), list(result.token_ids)
@@ -155,7 +158,7 @@ def _compared(known: KnownAnswer, result: EngineResult, where: str) -> Finding:
         expected = f"at least {known.at_least}"
         distance = 0.0 if len(output["objects"]) >= known.at_least else float("inf")
     else:
-        distance = distance_of(known.output, output)
+        distance = distance_of(expected, found)
     if distance <= TOLERANCE:
         exact = "" if distance == 0 else f", within {distance:.4f} of the image"
         return Finding("answer", "ok", f"{known.request} {where}: as known{exact}")

@@ -35,24 +35,27 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """The answer of ``skill``. What is not set is not compared. ``output``: the answer's parts, whose numbers may
-    differ by TOLERANCE. ``token_ids``: all ids of the answer. ``says``: words in its text. ``at_least``: number of
-    objects. ``is_sure``: whether another answer means a fault."""
+    """The answer of ``skill``. What is not set is not compared.
+
+    ``output``: the answer's parts, whose numbers may differ by TOLERANCE. ``token_ids``: all ids of the answer, after
+    those of its reasoning and without the id between them. ``grounds``: the points of each ground of its reasoning.
+    ``says``: words in its text. ``at_least``: number of objects. ``is_sure``: whether another answer means a fault.
+    """
 
     skill: str
     arguments: Mapping[str, Any]
     picture: Picture | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
     output: Mapping[str, Any] = field(default_factory=dict)
     token_ids: Sequence[int] = ()
+    grounds: int = 0
     says: str = ""
     at_least: int = 0
     is_sure: bool = True
 
     @property
     def request(self) -> str:
-        about = next(iter(self.arguments.values()), self.settings.get("length", ""))
-        how = " with reasoning" if self.settings.get("reasoning") else ""
+        about = next(iter(self.arguments.values()), "")
+        how = " with reasoning" if self.arguments.get("reasoning") else ""
         return f"{self.skill} {about!r}{how}"
 
 

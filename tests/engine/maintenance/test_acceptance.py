@@ -25,10 +25,14 @@ from kestrel_engine.maintenance.releases import (
     TokenizerFacts,
     release_of,
 )
+from kestrel_engine.skills.base import SkillContext, SkillDefaults
+from kestrel_engine.skills.registry import SkillRegistry
+from tests.engine.fakes import ByteCodec, fake_model
 
 TINY = BUNDLED / "kestrel_tiny"
 NAME = "moondream3-preview"
 SAMPLE = TINY / "sample.jpg"
+REASONED = {"question": "How many red circles are there?", "reasoning": True}
 
 
 def sha256(file: Path) -> str:
@@ -51,6 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         replace(circles, picture=picture, output={}, token_ids=(39,)),
         KnownAnswer("detect", {"object": "circle"}, picture, at_least=3),
         KnownAnswer("gaze", {"eye": (0.25, 0.5)}, picture, output={"gaze": None}),
+        KnownAnswer("query", REASONED, picture, output={"answer": "3"}, grounds=3),
     )
     monkeypatch.setitem(RELEASES, NAME, Release(answers, facts(folder), stored=(176, "BF16")))
     known = catalog.KNOWN[NAME]
@@ -86,7 +91,7 @@ async def test_the_release_is_accepted(folder: Path) -> None:
         "ok: 3 files match the checksums recorded by the catalogue and SHA256SUMS"
     ]
     assert found["tokenizer"] == ["ok: 761 ids; 4 known texts have theirs"]
-    assert len(found["answer"]) == 5 and len(found["speed"]) == len(found["memory"]) == 1
+    assert len(found["answer"]) == 6 and len(found["speed"]) == len(found["memory"]) == 1
 
 
 async def test_a_picture_that_nobody_gave_is_described(folder: Path, tmp_path: Path) -> None:
@@ -94,7 +99,7 @@ async def test_a_picture_that_nobody_gave_is_described(folder: Path, tmp_path: P
     Image.new("RGB", (300, 200), (128, 128, 128)).save(grey)
     found = await checked(folder, image=grey)
     *missing, unknown = found["answer"]
-    assert len(missing) == 5 and all("not checked: it is about the sample" in m for m in missing)
+    assert len(missing) == 6 and all("not checked: it is about the sample" in m for m in missing)
     assert unknown == f"warn: {grey}: is not a picture of a known answer"
 
 
@@ -203,6 +208,16 @@ def test_answers_may_differ_as_far_as_rounding_goes() -> None:
     width, height = (2 ** (10 * b / 1023 - 10) for b in (780, 838))
     assert told["x_max"] == pytest.approx(269 / 1024 + width / 2, abs=1e-6)
     assert told["y_min"] == pytest.approx(284 / 1024 - height / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_known_requests_are_valid_and_their_ids_are_those_of_a_result(name: str) -> None:
+    model = fake_model("moondream2" if name == "moondream2" else "moondream3")
+    context = SkillContext(model=model, codec=ByteCodec(), defaults=SkillDefaults())
+    for known in RELEASES[name].answers:
+        SkillRegistry.default().get(known.skill).build(known.arguments, {}, context)
+        # Results leave out the id between a reasoning and its answer.
+        assert not {model.ids.answer_id, model.ids.eos_id} & set(known.token_ids)
 
 
 def test_a_release_is_known_by_its_hub_id_too() -> None:
