@@ -20,6 +20,7 @@ from kestrel_engine.errors import (
 from kestrel_engine.preprocess.crops import cut_crops
 from kestrel_engine.preprocess.decoding.open_image import open_image
 from kestrel_engine.preprocess.processes import decoder_process
+from kestrel_engine.preprocess.processes.segments import new_segment
 from tests.engine.preprocess.decoders import decoders, held_up
 from tests.engine.preprocess.pool.conftest import LIMITS, VISION, asked, decoders_of, pixels, png
 from tests.waiting import until
@@ -48,22 +49,28 @@ async def test_gives_what_the_functions_give(make_pool, tmp_path):
 async def test_without_a_segment_for_the_next_image_a_decoder_is_replaced(
     make_pool, monkeypatch, soon
 ):
+    before, asked = decoders(), []
+
+    def one_segment() -> int:
+        asked.append(decoders() - before)
+        if len(asked) > 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return new_segment()
+
     pool = make_pool()
-    (first,) = await decoders_of(pool)
     with monkeypatch.context() as patched:
-        patched.setattr(decoder_process, "new_segment", no_segment)
+        patched.setattr(decoder_process, "new_segment", one_segment)
+        patched.setattr(decoder_process, "_RENEWAL_S", 0.001 if soon else 3600)
+        await pool.prepare(pixels(99))
         if soon:
-            await until(lambda: first not in decoders() and not pool.load.idle)
+            await until(lambda: len(asked) == 2 and not pool.load.idle)
         else:
             with pytest.raises(EngineOverloaded, match="Too many open files"):
                 await pool.prepare(pixels(1))
+    (first,) = asked[1]
     found = await pool.prepare(pixels(2))
     assert found.image.key == cut_crops(open_image(pixels(2), LIMITS), VISION).key
     assert first not in decoders()
-
-
-def no_segment() -> int:
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 async def test_a_split_image_has_the_same_crops(make_pool):
