@@ -5,6 +5,7 @@ import contextlib
 import gc
 import gzip
 import json
+import socket
 
 import pytest
 
@@ -93,6 +94,25 @@ async def test_a_refusal_reaches_a_client_that_goes_on_sending(http):
     writer.close()
     await writer.wait_closed()
     assert served.server.guard.held_bytes == 0
+
+
+async def test_a_connection_reads_little_at_once(http, monkeypatch, tmp_path):
+    """A unix socket passes more than 200 KiB at once to who asks for it."""
+    sizes, receive = [], listener._Connection.data_received
+
+    def received(self, data):
+        sizes.append(len(data))
+        receive(self, data)
+
+    monkeypatch.setattr(listener._Connection, "data_received", received)
+    config = HttpConfig(http_listen=(f"unix:{tmp_path}/s",))
+    await http(server_config={"http": config})
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"{tmp_path}/s")
+        client.setblocking(False)
+        sent = client.send(HEAD + b"content-length: 400000\r\n\r\n" + b" " * 400_000)
+        await until(lambda: sum(sizes) >= min(sent, 100_000))
+    assert max(sizes) == listener._READ_BYTES < sent
 
 
 async def test_an_endless_body_is_cut_at_the_limit(http):

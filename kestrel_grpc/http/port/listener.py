@@ -98,7 +98,7 @@ class _Lingering:
                 self._transport.abort()
 
 
-class _Connection(H11Protocol, asyncio.BufferedProtocol):
+class _Connection(H11Protocol):
     """A connection with the limits that uvicorn lacks: on the number of connections, on the time of a request's head,
     and those of RequestFraming."""
 
@@ -108,8 +108,6 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
     turns: _Turns
     number: int | None = None
     """The number among ``connections_of_port``; None before it counts."""
-    _buffer = memoryview(bytearray(_READ_BYTES))
-    """What was read last, of any connection."""
     _early = b""
     """What has arrived before ``connection_made``: asyncio may deliver data while it ends a TLS handshake."""
     _has_ended = False
@@ -137,12 +135,6 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
         if self._early:
             self.data_received(self._early)
             self._early = b""
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self._buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         if self.transport is None:
@@ -228,6 +220,25 @@ class _Connection(H11Protocol, asyncio.BufferedProtocol):
             self._head_timer = None
 
 
+class _Receiving(asyncio.BufferedProtocol):
+    """Passes to a connection at most _READ_BYTES at once. It is an object of its own because uvloop reads 250 KiB at
+    once for every asyncio.Protocol, such as uvicorn's."""
+
+    _buffer = memoryview(bytearray(_READ_BYTES))
+    """What was read last, of any connection."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self.connection = connection
+        for name in ("connection_made", "connection_lost", "pause_writing", "resume_writing"):
+            setattr(self, name, getattr(connection, name))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.connection.data_received(bytes(self._buffer[:nbytes]))
+
+
 class _Handshake(asyncio.Protocol):
     """A connection until its TLS handshake has ended. It counts from its beginning, and has limited time."""
 
@@ -252,7 +263,7 @@ class _Handshake(asyncio.Protocol):
         with contextlib.suppress(OSError):
             secured = await asyncio.get_running_loop().start_tls(
                 transport,
-                self._connection,
+                _Receiving(self._connection),
                 self._tls.context(),
                 server_side=True,
                 ssl_handshake_timeout=_HEAD_S,
@@ -345,10 +356,10 @@ class HttpListener:
             close_address(address)
 
     def _settings(self, hosts: Hosts, turns: _Turns, tls: RenewedContext | None) -> uvicorn.Config:
-        def accept(**options: Any) -> asyncio.Protocol:
+        def accept(**options: Any) -> asyncio.BaseProtocol:
             connection = self._connection(**options)
             connection.accepts_host, connection.turns = hosts.accepts, turns
-            return connection if tls is None else _Handshake(connection, tls)
+            return _Receiving(connection) if tls is None else _Handshake(connection, tls)
 
         settings = uvicorn.Config(
             self._app,

@@ -55,7 +55,7 @@ async def test_bodies_that_wait_for_memory_are_not_read(http, monkeypatch):
     opened = served.server._opened.http._connections._open
 
     def all_paused():
-        connections = [transport.get_protocol() for _, transport in opened.values()]
+        connections = [transport.get_protocol().connection for _, transport in opened.values()]
         found = [each for each in connections if each.cycle and each.flow.read_paused]
         return found if len(found) >= len(writers) - 1 else None
 
