@@ -327,7 +327,7 @@ async def test_images_of_label_studio_are_fetched_with_its_token_only_from_it():
     elsewhere: list[bytes] = []
     answers = {"/data/upload/1/a.jpg": answer(DATA)}
     async with label_studio({"/a": answer(DATA)}, elsewhere) as other:
-        answers["/tasks/1/resolve/?f=x"] = answer(b"", "303 See Other", f"location: {other}/a")
+        answers["/tasks/1/resolve/?f=x"] = answer(b"", "303 See Other", f"Location: {other}/a")
         async with label_studio(answers, heads) as home, contextlib.AsyncExitStack() as stack:
             images = await stack.enter_async_context(TaskImages([], origin(home), "secret"))
             for path in ("/data/upload/1/a.jpg", f"{home}/data/upload/1/a.jpg"):

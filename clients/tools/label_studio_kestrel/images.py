@@ -93,7 +93,7 @@ class TaskImages:
         """Raises ValueError."""
         for _ in range(_MOST_REDIRECTS + 1):
             async with self._pool.stream("GET", url, headers=self._headers_for(url)) as response:
-                location = dict(response.headers).get(b"location")
+                location = {name.lower(): text for name, text in response.headers}.get(b"location")
                 if 300 <= response.status < 400 and location is not None:
                     following = urljoin(url, location.decode())
                     if url.startswith("https:") and not following.startswith("https:"):
