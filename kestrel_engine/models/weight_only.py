@@ -63,7 +63,8 @@ def product(
         return many_rows.product(x, weight, scales, bias)
     # Sums of unscaled numbers exceed float16.
     in_range = x.dtype != torch.float16
-    if weight.dtype == torch.int8 and rows > FEW_ROWS and in_range and _widens(x.dtype):
+    in_parts = _widens(x.dtype) or few_rows.is_in_blocks(weight)
+    if weight.dtype == torch.int8 and rows > FEW_ROWS and in_range and in_parts:
         return _many(x, weight, scales, bias)
     if not _is_of_torch(weight) or (rows > FEW_ROWS and _widens(x.dtype)):
         return F.linear(x, widened(weight, scales, x.dtype), bias)

@@ -101,6 +101,19 @@ def test_weights_in_blocks_have_the_product_of_those_in_rows(here, monkeypatch):
 
 @compiled
 @torch.inference_mode()
+def test_kept_rows_widen_blocks_in_parts_on_a_processor_without_products_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(few_rows, "SMALL", 0)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    x, weight, scales, bias = case(FEW_ROWS + 1, 48, 512)
+    wanted = F.linear(x.float(), widened(weight, scales, torch.float32), bias.float())
+    blocks = packed(weight, scales)
+    monkeypatch.setattr(weight_only, "widened", None)
+    found = product(x, *blocks, bias, keeps_rows=True)
+    assert (found.float() - wanted).norm() < 0.01 * wanted.norm()
+
+
+@compiled
+@torch.inference_mode()
 def test_a_row_depends_on_no_other_row_whatever_is_in_it():
     x, weight, scales, bias = case(FEW_ROWS + 4, 64, 96)
     x[1] = 0
