@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -51,6 +52,13 @@ def library(path):
 def test_the_description_is_recognised(codec):
     assert check_tokenizer(codec, STARMIE).status == "ok"
     assert codec.append_only
+
+
+def test_a_text_of_other_ids_only_warns_if_the_known_ids_have_its_text(codec):
+    (whole,) = codec.encode(" for the")
+    facts = replace(STARMIE, ids={" for the": [codec.encode(each)[0] for each in " for the"]})
+    found = check_tokenizer(codec, facts)
+    assert found.status == "warn" and f"' for the' has the ids [{whole}] instead" in found.message
 
 
 def test_another_vocabulary_is_named():
