@@ -16,6 +16,7 @@ from ...edge.calls.call import Call
 from ...edge.failures.statuses import complaint
 from ...edge.messages.fields import located
 from ...service_names import VISION_METHODS
+from ...services.messages.json_values import num_crops
 from ...services.vision import VisionService
 from ..edge import Endpoint, ServiceCall
 from ..fields import Fields, positive
@@ -225,14 +226,16 @@ class _Parts:
         if answer.HasField("reasoning"):
             content.insert(0, _block("thinking", answer.reasoning.text if self._shows else ""))
         reason, stop = self._end(answer)
-        body = _message(response.info, content, reason, stop, _usage(response.usage))
+        body = _message(response.info, content, reason, stop, _usage(response.usage, response.info))
         ids = (b"request-id", response.info.request_id.encode())
         return ByteResponse(orjson.dumps(body), JSON, (ids,))
 
     def events(self, message: pb.StreamQueryResponse) -> Iterable[bytes]:
         kind = message.WhichOneof("event")
         if kind == "started":
-            begun = _message(message.started, [], None, None, _usage(common_pb2.Usage()))
+            begun = _message(
+                message.started, [], None, None, _usage(common_pb2.Usage(), message.started)
+            )
             yield _event("message_start", message=begun)
         elif kind == "reasoning_delta":
             yield from self._text("thinking", message.reasoning_delta.text if self._shows else "")
@@ -244,7 +247,8 @@ class _Parts:
             yield from self._stop_block()
             reason, stop = self._end(answer)
             delta = {"stop_reason": reason, "stop_sequence": stop}
-            yield _event("message_delta", delta=delta, usage=_usage(message.final.usage))
+            usage = _usage(message.final.usage, message.final.info)
+            yield _event("message_delta", delta=delta, usage=usage)
             yield _event("message_stop")
 
     def _text(self, kind: str, text: str) -> Iterator[bytes]:
@@ -296,13 +300,14 @@ def _message(
     }
 
 
-def _usage(used: common_pb2.Usage) -> dict[str, Any]:
+def _usage(used: common_pb2.Usage, info: common_pb2.RequestInfo) -> dict[str, Any]:
     """Cached tokens do not count as ``input_tokens`` in this dialect."""
     return {
         "input_tokens": used.input_tokens - used.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": used.cached_tokens,
         "output_tokens": used.output_tokens,
+        "num_crops": num_crops(info),
         "output_tokens_details": {"thinking_tokens": used.reasoning_tokens},
     }
 

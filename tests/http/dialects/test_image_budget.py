@@ -96,6 +96,16 @@ async def test_moondream_needs_an_image_for_a_budget(http):
     assert error["message"] == "settings.max_crop: is unknown; did you mean max_crops?"
 
 
+async def test_anthropic(http):
+    _, client = await http()
+    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, "max_crops": 2}
+    assert (await client.post("/v1/messages", json=asked)).json()["usage"]["num_crops"] == 3
+    events = (await client.post("/v1/messages", json={**asked, "stream": True})).text
+    assert events.count('"num_crops":3') == 2  # At the start and at the end.
+
+
 @pytest.mark.parametrize("path", ["generate", "chat"])
 async def test_ollama(http, path):
     _, client = await http()
