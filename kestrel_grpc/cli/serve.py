@@ -47,6 +47,10 @@ ESSENTIAL = (
 """The flags that the short help shows."""
 
 
+REMOVED = {"--tls-client-crl": "; the file of --auth-tokens names the certificates that count"}
+"""What to give in place of flags that were removed."""
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "A setting's value comes from its flag, else from its environment variable, else from the file of --config,\n"

@@ -108,6 +108,11 @@ async def test_words_may_stand_behind_flags(kestrel):
         (["qurey", "x"], "unknown command 'qurey'; did you mean query?"),
         (["zzz"], "the commands are serve, cluster, "),
         (["query", "x", "--modle", "y"], "unknown flag --modle; did you mean --model?"),
+        (
+            ["serve", "--tls-client-crl", "x"],
+            "unknown flag --tls-client-crl; the file of --auth-tokens",
+        ),
+        (["replay", "x", "--in-process"], "unknown flag --in-process; start serve"),
         (["serve", "--host", "0.0.0.0"], "unknown flag --host; give --listen HOST:PORT"),
         (["serve", "--port=80"], "unknown flag --port=80; give --listen HOST:PORT"),
         (["query", "x", "--port", "80"], "unknown flag --port; give --server HOST:PORT"),

@@ -52,6 +52,10 @@ class CapturedCall:
         return f"/{self.method.containing_service.full_name}/{self.method.name}"
 
 
+REMOVED = {"--in-process": "; start serve, and give its address to --server"}
+"""What to give in place of flags that were removed."""
+
+
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "The command admin capture start writes such files. Prints the new result as JSON.\n"
