@@ -1,10 +1,16 @@
 """The pool's size from numbers alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from kestrel_engine import InsufficientMemoryError, RuntimeConfig
 from kestrel_engine.building.kv_pool import GIB, Pool, least_positions, plan_pool
+from kestrel_engine.building.room import LEAST_PREFIX_BYTES, prefix_pages
 from kestrel_engine.types.model_config import parse_model_config
+from tests.engine.fakes import fake_build
+from tests.engine.scheduler.simulation import LIMITS
+from tests.fake_runtime import FakeRuntime
 
 MD2 = parse_model_config({}, family="moondream2")
 MD3 = parse_model_config({}, family="moondream3")
@@ -78,3 +84,22 @@ def test_the_least_that_a_pool_must_hold_is_what_the_warm_up_takes():
     assert plan(int((enough + 0.5) * PAGE_BYTES / 0.9)).num_pages == enough
     with pytest.raises(InsufficientMemoryError):
         plan(int((enough - 0.5) * PAGE_BYTES / 0.9))
+
+
+@pytest.mark.parametrize(
+    ("weights_bytes", "config", "device", "pages"),
+    [
+        (6 * GIB, {}, "cpu", 250),
+        (GIB, {}, "cpu", 1000 * LEAST_PREFIX_BYTES // (8 * GIB)),
+        (6 * GIB, {"kv_cache_gib": 8}, "cpu", None),
+        (6 * GIB, {"kv_cache_pages": 1000}, "cpu", None),
+        (6 * GIB, {}, "cuda:0", None),
+    ],
+)
+def test_prefixes_are_limited_on_a_cpu_whose_pool_has_no_set_size(
+    weights_bytes, config, device, pages
+):
+    settings = RuntimeConfig(**config)
+    info = fake_build(settings, FakeRuntime(LIMITS)).info
+    sizes = {"num_pages": 1000, "kv_cache_bytes": 8 * GIB, "weights_bytes": weights_bytes}
+    assert prefix_pages(settings, replace(info, device=device, **sizes)) == pages
