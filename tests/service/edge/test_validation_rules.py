@@ -126,7 +126,7 @@ PART = common_pb2.Image(encoded=FILE, region=common_pb2.Box(x_min=0.25, x_max=1,
 VISION = fake_model("moondream3").vision
 FEATURES = common_pb2.Image(
     features=common_pb2.ImageFeatures(
-        data=bytes(2 * VISION.grid**2 * VISION.proj_out_dim), rows=VISION.grid**2, dimensions=VISION.proj_out_dim,
+        data=b"\x00\x3c" * (VISION.grid**2 * VISION.proj_out_dim), rows=VISION.grid**2, dimensions=VISION.proj_out_dim,
         width=3, height=2, adapter="mine",
     )
 )  # fmt: skip
