@@ -24,6 +24,7 @@ from ..settings.configuration import (
     add_flags,
     configuration,
     print_configuration,
+    refuse_removed,
     without_effect,
 )
 from ..settings.flags import Parser
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if len(runtimes) > 1 and config.workers.count > 1:
         workers, models = name_of(args, "--workers"), name_of(args, "--model")
         raise SettingsError(f"{workers} and several values of {models}: give only one of the two")
+    refuse_removed(REMOVED, os.environ)
     if args.print_config:
         _check(config, runtimes, args)
         print(print_configuration(args.settings, args, os.environ))

@@ -21,7 +21,14 @@ from .model import add_model_flags, runtime_configs
 from .security import add_security_flags, security_config
 from .server import ServerConfig, server_config
 from .shared_images import PASSWORD_VARIABLE, SharedImagesConfig
-from .sources import CONFIG_FLAG, CONFIG_VARIABLE, FlagSetting, read_config_file, variable_of
+from .sources import (
+    CONFIG_FLAG,
+    CONFIG_VARIABLE,
+    FlagSetting,
+    SettingsError,
+    read_config_file,
+    variable_of,
+)
 from .telemetry import TelemetryConfig
 from .workers import WorkersConfig
 
@@ -113,6 +120,13 @@ def without_effect(settings: Sequence[FlagSetting], environ: Mapping[str, str]) 
         for name in sorted(environ)
         if name.startswith("KESTREL_") and name not in known and not _OF_A_CLUSTER.fullmatch(name)
     ]
+
+
+def refuse_removed(removed: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Raises SettingsError if a variable of a removed flag is set, because a server without it may be less safe."""
+    for flag, instead in removed.items():
+        if (name := variable_of(flag)) in environ:
+            raise SettingsError(f"{name}: there is no such setting any more{instead}")
 
 
 def print_configuration(

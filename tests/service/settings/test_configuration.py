@@ -14,6 +14,7 @@ from kestrel_grpc.settings.configuration import (
     configuration,
     known_settings,
     print_configuration,
+    refuse_removed,
     without_effect,
 )
 from kestrel_grpc.settings.flags import Parser, SettingsError, add_settings, configured
@@ -179,6 +180,13 @@ def test_a_variable_that_names_no_setting_is_told():
     assert without_effect(settings, environ) == [
         "KESTREL_TOKN_BUDGET has no effect: it names no setting; did you mean KESTREL_TOKEN_BUDGET?"
     ]
+
+
+def test_a_variable_of_a_removed_flag_is_refused():
+    removed = {"--tls-client-crl": "; the file of --auth-tokens names the certificates that count"}
+    refuse_removed(removed, {"KESTREL_TLS_CLIENT_CA": "ca.pem"})
+    with pytest.raises(SettingsError, match=r"^KESTREL_TLS_CLIENT_CRL: there is no such setting"):
+        refuse_removed(removed, {"KESTREL_TLS_CLIENT_CRL": "lists.pem"})
 
 
 def test_an_operator_has_few_settings():
