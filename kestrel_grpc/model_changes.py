@@ -82,7 +82,9 @@ class ModelChanges:
         self, source: str, settings: Mapping[str, str], *, make_default: bool
     ) -> AsyncIterator[Loading | LoadedModel]:
         """Loads a model (`other_model`) and reports the progress, then the end. Loading continues if the reader leaves.
-        Raises InvalidRequest and ModelUnavailable at once or while it loads."""
+
+        Raises InvalidRequest and ModelUnavailable at once or while it loads.
+        """
         config = other_model(
             self._served.default.config, source, settings, self._folders, self._named
         )

@@ -1,5 +1,7 @@
-"""``serve run kestrel_grpc.ray:app config=FILE``: the cluster's servers as an application of Ray Serve. ``kestrel-grpc
-cluster`` does the same and more. This is for those who keep all applications in Serve's own files."""
+"""``serve run kestrel_grpc.ray:app config=FILE``: the cluster's servers as an application of Ray Serve.
+
+``kestrel-grpc cluster`` does the same and more. This is for those who keep all applications in Serve's own files.
+"""
 
 from __future__ import annotations
 

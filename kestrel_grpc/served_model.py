@@ -1,6 +1,9 @@
-"""ServedModels: the models of this server, and the state of each as callers see it. This module uses neither protobuf
-nor gRPC. A server has one ServedModels, which only the event loop uses. The state of a model goes from LOADING to READY
-to DRAINING. READY becomes FAILED when the engine dies. One model's failure leaves the others as they are."""
+"""ServedModels: the models of this server, and the state of each as callers see it.
+
+This module uses neither protobuf nor gRPC. A server has one ServedModels, which only the event loop uses. The state of
+a model goes from LOADING to READY to DRAINING. READY becomes FAILED when the engine dies. One model's failure leaves
+the others as they are.
+"""
 
 from __future__ import annotations
 
@@ -147,8 +150,11 @@ class ServedModels:
             model.drain()
 
     def check_room(self, caller: Principal) -> None:
-        """Raises EngineOverloaded if no model's queue has room for a request of ``caller``. The call's message is not
-        read yet, so the check assumes the highest priority that the caller may ask for, and any model."""
+        """Raises EngineOverloaded if no model's queue has room for a request of ``caller``.
+
+        The call's message is not read yet, so the check assumes the highest priority that the caller may ask for, and
+        any model.
+        """
         best = "high" if Scope.HIGH in caller.scopes else "normal"
         refusal: EngineOverloaded | None = None
         for model in self._models:

@@ -1,6 +1,8 @@
-"""AdapterLibrary: which adapters are loaded, and how many requests use each. Used on the event loop. A thread reads the
-files, one adapter at a time. The least recently used adapter makes room for another one, unless a request uses it. If
-files change, later requests get another adapter."""
+"""AdapterLibrary: which adapters are loaded, and how many requests use each.
+
+Used on the event loop. A thread reads the files, one adapter at a time. The least recently used adapter makes room for
+another one, unless a request uses it. If files change, later requests get another adapter.
+"""
 
 from __future__ import annotations
 

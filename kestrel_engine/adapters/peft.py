@@ -1,6 +1,8 @@
 """What an adapter says about itself, in PEFT's description or in the metadata of its file: the factor of each change.
+
 PEFT's methods beside plain LoRA compute something else, or change the base weights, which are not in the file. So a key
-must be known here, or have a value that PEFT uses for "off". The keys are those of PEFT 0.21."""
+must be known here, or have a value that PEFT uses for "off". The keys are those of PEFT 0.21.
+"""
 
 from __future__ import annotations
 

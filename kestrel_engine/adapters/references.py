@@ -1,6 +1,8 @@
 """The names by which requests name adapters. A name can never choose a host or a folder: its pattern is strict.
+
 ``scratches`` and ``ID@STEP`` are files of the operator's folder, and ``ID@STEP`` may be a fine-tune of the tuning API.
-``ORG/REPO`` and ``ORG/REPO@REVISION`` are repositories of the hub."""
+``ORG/REPO`` and ``ORG/REPO@REVISION`` are repositories of the hub.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a CPU chooses for a large model where nothing is set: the precision, the threads, and the tiles of an image. The
-choice depends on the machine and on free memory, not on how busy it is: answers stay the same after a restart.
+"""What a CPU chooses for a large model where nothing is set: the precision, the threads, and the tiles of an image.
+
+The choice depends on the machine and on free memory, not on how busy it is: answers stay the same after a restart.
 """
 
 from __future__ import annotations

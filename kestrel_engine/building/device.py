@@ -1,5 +1,7 @@
-"""The choices that depend on the device: device, dtype, kernels, and what is computed and kept in FP8. Imports torch
-when called, not before."""
+"""The choices that depend on the device: device, dtype, kernels, and what is computed and kept in FP8.
+
+Imports torch when called, not before.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""build(config): from a configuration to a runtime, with its weights and what stands beside it. Imports torch when
-called, not before; Triton only where it is to be used. All errors of the configuration are found before any weight is
-read."""
+"""build(config): from a configuration to a runtime, with its weights and what stands beside it.
+
+Imports torch when called, not before; Triton only where it is to be used. All errors of the configuration are found
+before any weight is read.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The KV cache: the size of a page, and how many pages fit into the memory that weights and runtime leave free. This
-module allocates nothing. What running sequences leave of the KV cache holds prefixes of earlier requests.
+"""The KV cache: the size of a page, and how many pages fit into the memory that weights and runtime leave free.
+
+This module allocates nothing. What running sequences leave of the KV cache holds prefixes of earlier requests.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Room: the memory that a model needs beside its weights, and what that leaves for the KV cache. gpu/footprint.py has
-the bytes of passes and buffers, claims.py what other models of this process hold."""
+"""Room: the memory that a model needs beside its weights, and what that leaves for the KV cache.
+
+gpu/footprint.py has the bytes of passes and buffers, claims.py what other models of this process hold.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Resolves the name of a model to the location of its weights and its tokenizer. Uses no network and reads no weights.
+
 A name is one of `KNOWN`, a hub id ``org/repo[@revision][:file]``, the address of a bucket, or a path. A known name
-accepts the same suffixes as a hub id."""
+accepts the same suffixes as a hub id.
+"""
 
 from __future__ import annotations
 

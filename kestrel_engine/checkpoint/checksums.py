@@ -1,5 +1,6 @@
-"""Checksums of files: SHA256SUMS in the format of coreutils, and the checksums that the hub's cache records. The hub
-identifies a large file by its SHA-256, and a small file by git's SHA-1 of the blob. Its cache uses these names.
+"""Checksums of files: SHA256SUMS in the format of coreutils, and the checksums that the hub's cache records.
+
+The hub identifies a large file by its SHA-256, and a small file by git's SHA-1 of the blob. Its cache uses these names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Checkpoint files on disk: which files form a checkpoint, and the names, shapes and dtypes of their tensors. A
-checkpoint is .safetensors (one file, or several with a ``*.safetensors.index.json``) or .pt/.pth. This module reads
-headers only and imports torch only for .pt files."""
+"""Checkpoint files on disk: which files form a checkpoint, and the names, shapes and dtypes of their tensors.
+
+A checkpoint is .safetensors (one file, or several with a ``*.safetensors.index.json``) or .pt/.pth. This module reads
+headers only and imports torch only for .pt files.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Downloads files from the hub with huggingface_hub, and turns its errors and progress into ours. The library reads its
-own environment variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). While the process runs, an interrupted
-download resumes where it stopped. Complete files stay in the cache, and serve without a network."""
+"""Downloads files from the hub with huggingface_hub, and turns its errors and progress into ours.
+
+The library reads its own environment variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). While the process
+runs, an interrupted download resumes where it stopped. Complete files stay in the cache, and serve without a network.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Opens the model that a RuntimeConfig names, and loads its weights. This is the entry point of the package. An invalid
-setting, a missing file or a failed download is reported before any weight is read."""
+"""Opens the model that a RuntimeConfig names, and loads its weights. This is the entry point of the package.
+
+An invalid setting, a missing file or a failed download is reported before any weight is read.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Loads a segmentation refiner. The shapes of its tensors give its sizes. The released file is torch's: a dictionary of
-tensors under the key ``head``. Safetensors files have the same names."""
+"""Loads a segmentation refiner. The shapes of its tensors give its sizes.
+
+The released file is torch's: a dictionary of tensors under the key ``head``. Safetensors files have the same names.
+"""
 
 from __future__ import annotations
 

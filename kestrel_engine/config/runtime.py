@@ -1,6 +1,8 @@
-"""RuntimeConfig: the settings of an engine. They are checked once, before the engine reads any weight. This module
-imports no torch and queries no device. A new setting is one field made with its group's ``setting``, in the file of its
-group."""
+"""RuntimeConfig: the settings of an engine. They are checked once, before the engine reads any weight.
+
+This module imports no torch and queries no device. A new setting is one field made with its group's ``setting``, in the
+file of its group.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The system calls that a confined process may make, and the program for seccomp(2) that enforces the table. A call
-that is not in the table ends the process (SIGSYS). Calls by which libraries look for optional files fail with EPERM.
-Calls that are newer than the table fail with ENOSYS: the C library then uses the older call."""
+"""The system calls that a confined process may make, and the program for seccomp(2) that enforces the table.
+
+A call that is not in the table ends the process (SIGSYS). Calls by which libraries look for optional files fail with
+EPERM. Calls that are newer than the table fail with ENOSYS: the C library then uses the older call.
+"""
 
 from __future__ import annotations
 

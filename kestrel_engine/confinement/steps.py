@@ -1,6 +1,8 @@
-"""The steps by which a process confines itself. They can't be undone. ``leave_surroundings`` may come before forks, as
-the namespaces hold for all children. ``confine`` is for the process that works on untrusted bytes. What the kernel does
-not offer is left out, and `Confinement` says so."""
+"""The steps by which a process confines itself. They can't be undone.
+
+``leave_surroundings`` may come before forks, as the namespaces hold for all children. ``confine`` is for the process
+that works on untrusted bytes. What the kernel does not offer is left out, and `Confinement` says so.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The input and the output of a decode pass: embedding each row's token, and storing the token that it samples. The
-kind PREVIOUS stands for the token that the sequence sampled last, which the device stores, and which the host may not
-know yet. Kinds of tokens: TEXT, COORD, SIZE."""
+"""The input and the output of a decode pass: embedding each row's token, and storing the token that it samples.
+
+The kind PREVIOUS stands for the token that the sequence sampled last, which the device stores, and which the host may
+not know yet. Kinds of tokens: TEXT, COORD, SIZE.
+"""
 
 from __future__ import annotations
 

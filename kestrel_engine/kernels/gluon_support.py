@@ -1,5 +1,7 @@
-"""Whether kernels in Gluon, Triton's lower-level language, can run on a device. Gluon changes between releases of
-Triton. So modules with such kernels are imported only if `hopper_programs` is not 0."""
+"""Whether kernels in Gluon, Triton's lower-level language, can run on a device.
+
+Gluon changes between releases of Triton. So modules with such kernels are imported only if `hopper_programs` is not 0.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""LayerNorm of rows, fused with the sums before it: a pending bias, or the split-K partial sums of a decode step. A row
-has at most 4096 elements. The statistics are float32, with the variance of the centred row. Every sum has a fixed
-order, so a row's result depends neither on the batch nor on the run."""
+"""LayerNorm of rows, fused with the sums before it: a pending bias, or the split-K partial sums of a decode step.
+
+A row has at most 4096 elements. The statistics are float32, with the variance of the centred row. Every sum has a fixed
+order, so a row's result depends neither on the batch nor on the run.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""spaced: a kernel that waits on the device until some time has passed since it last ended. The host takes some
-milliseconds to launch new work, too long for such a pace."""
+"""spaced: a kernel that waits on the device until some time has passed since it last ended.
+
+The host takes some milliseconds to launch new work, too long for such a pace.
+"""
 
 from __future__ import annotations
 

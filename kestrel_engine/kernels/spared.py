@@ -1,5 +1,6 @@
-"""How many multiprocessors persistent kernels take, and how many they leave to other work on the GPU. A persistent
-kernel runs as long as all its tiles take, and kernels of other streams wait, whatever their priority is.
+"""How many multiprocessors persistent kernels take, and how many they leave to other work on the GPU.
+
+A persistent kernel runs as long as all its tiles take, and kernels of other streams wait, whatever their priority is.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What is known of each model's release: checksums, ids of its tokenizer, answers, speed. The facts come from public
-repositories. Nobody of this project has run these models."""
+"""What is known of each model's release: checksums, ids of its tokenizer, answers, speed.
+
+The facts come from public repositories. Nobody of this project has run these models.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The attention interface of the text decoder, and its implementation in plain torch over a paged KV cache. The
-implementation decides where the keys of a flat batch of tokens are stored and which keys each query attends to.
+"""The attention interface of the text decoder, and its implementation in plain torch over a paged KV cache.
+
+The implementation decides where the keys of a flat batch of tokens are stored and which keys each query attends to.
 """
 
 from __future__ import annotations

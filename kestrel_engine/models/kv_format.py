@@ -1,5 +1,6 @@
-"""The format of keys and values in the KV cache: the model's dtype, or float8_e4m3fn with two scales for each layer. A
-stored number times its scale is the real value. The kernels use the same format and the same rounding.
+"""The format of keys and values in the KV cache: the model's dtype, or float8_e4m3fn with two scales for each layer.
+
+A stored number times its scale is the real value. The kernels use the same format and the same rounding.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The layers that all parts of Moondream use. They hold references to checkpoint tensors and copy none. ``tensors`` is
-the checkpoint: a dict from canonical names without the leading ``model.`` (moondream.md section 2.2) to tensors in the
-dtype and on the device of the computation."""
+"""The layers that all parts of Moondream use. They hold references to checkpoint tensors and copy none.
+
+``tensors`` is the checkpoint: a dict from canonical names without the leading ``model.`` (moondream.md section 2.2) to
+tensors in the dtype and on the device of the computation.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Low-rank changes of linear layers (LoRA, moondream.md section 11), and which tokens of a batch have which change. A
-layer with an adapter gives ``x @ weight.T + bias + (x @ a.T) @ b.T``. The scale of an adapter is a part of ``b``.
+"""Low-rank changes of linear layers (LoRA, moondream.md section 11), and which tokens of a batch have which change.
+
+A layer with an adapter gives ``x @ weight.T + bias + (x @ a.T) @ b.T``. The scale of an adapter is a part of ``b``.
 """
 
 from __future__ import annotations

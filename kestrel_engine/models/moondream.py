@@ -1,5 +1,7 @@
-"""Moondream 2 and 3: the vision tower, the text decoder and the region model. The checkpoint loader checks names and
-shapes. All calls expect ``torch.inference_mode``. A model keeps no state."""
+"""Moondream 2 and 3: the vision tower, the text decoder and the region model.
+
+The checkpoint loader checks names and shapes. All calls expect ``torch.inference_mode``. A model keeps no state.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The region model: embeddings of coordinates and sizes, and the heads that predict coordinate and size bins. The heads
-read the residual stream before ``post_ln`` (moondream.md section 7)."""
+"""The region model: embeddings of coordinates and sizes, and the heads that predict coordinate and size bins.
+
+The heads read the residual stream before ``post_ln`` (moondream.md section 7).
+"""
 
 from __future__ import annotations
 

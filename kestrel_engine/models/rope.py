@@ -1,4 +1,5 @@
 """Rotary position embedding: rotates dimension j of a head with dimension j + rotary_dim / 2 (moondream.md section 6).
+
 The reference interleaves the rotated pairs. Queries and keys have the same order here, so the scores are the same.
 """
 

@@ -1,6 +1,8 @@
 """The text decoder (moondream.md section 6): parallel blocks with one LayerNorm, dense or MoE MLPs, and tau attention.
+
 It works on a flat batch of tokens [num_tokens, dim] and has no notion of sequences, pages or sampling. It permits
-gradients, so adapters and the bundled models are trained with it too."""
+gradients, so adapters and the bundled models are trained with it too.
+"""
 
 from __future__ import annotations
 

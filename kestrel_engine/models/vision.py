@@ -1,5 +1,7 @@
 """The vision tower: encodes the crops of an image to one embedding [grid * grid, dim] (moondream.md sections 4 and 5).
-A crop and the pooled image each have ``VisionConfig.grid`` patches a side."""
+
+A crop and the pooled image each have ``VisionConfig.grid`` patches a side.
+"""
 
 from __future__ import annotations
 

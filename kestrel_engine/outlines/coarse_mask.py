@@ -1,6 +1,8 @@
-"""Draws the path of a segment as a square mask of a region. A path has the form that ``skills.objects.svg_path``
-writes: commands and pairs of numbers, separated by single spaces. The coordinates are relative to the segment's box.
-This module draws as the refiner's reference does."""
+"""Draws the path of a segment as a square mask of a region.
+
+A path has the form that ``skills.objects.svg_path`` writes: commands and pairs of numbers, separated by single spaces.
+The coordinates are relative to the segment's box. This module draws as the refiner's reference does.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ _NUM_ARGUMENTS = {**{command: 2 * pairs for command, pairs in _PAIRS.items()}, "
 
 
 def draw(path: str, box: Edges, region: Region, side: int) -> np.ndarray:
-    """Returns [side, side] uint8, 1 where at least half of a pixel's samples lie inside the path (nonzero rule). As in
-    SVG, a path with an error counts up to the error. An arc is an error, because the model's numbers come in pairs, and
-    an arc has seven."""
+    """Returns [side, side] uint8, 1 where at least half of a pixel's samples lie inside the path (nonzero rule).
+
+    As in SVG, a path with an error counts up to the error. An arc is an error, because the model's numbers come in
+    pairs, and an arc has seven.
+    """
     points = side * SAMPLES
     sx, sy = points / region.width, points / region.height
     scaled = [

@@ -1,6 +1,8 @@
-"""Region: the part of an image that the refiner looks at, and its pixels as one square crop. The pixels come from what
-a prepared image holds: its own pixels where the device makes the crops, else the tiles, which together are the whole
-image, resized."""
+"""Region: the part of an image that the refiner looks at, and its pixels as one square crop.
+
+The pixels come from what a prepared image holds: its own pixels where the device makes the crops, else the tiles, which
+together are the whole image, resized.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,10 @@ def _neighbours(at: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 class _Source:
-    """The whole image as one array of pixels, ``width`` x ``height``, which need not exist as such. ``shift``: the
-    index of a pixel is its centre's position less this."""
+    """The whole image as one array of pixels, ``width`` x ``height``, which need not exist as such.
+
+    ``shift``: the index of a pixel is its centre's position less this.
+    """
 
     def __init__(self, image: PreparedImage, vision: VisionConfig) -> None:
         self._pixels, self._crops = image.pixels, image.crops

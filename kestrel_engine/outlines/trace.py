@@ -1,6 +1,8 @@
-"""Traces the outline of a soft mask: cleaning, contours between pixels, fewer corners, SVG path and box. The contour
-lies where the probability, bilinear between the centres of pixels, is one half. The path has lines; the reference
-writes curves, by potrace."""
+"""Traces the outline of a soft mask: cleaning, contours between pixels, fewer corners, SVG path and box.
+
+The contour lies where the probability, bilinear between the centres of pixels, is one half. The path has lines; the
+reference writes curves, by potrace.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ DIGITS = 4
 
 
 def trace(mask: np.ndarray, region: Region) -> Outline | None:
-    """Returns the outline of ``mask`` [side, side] in 0..1, which covers ``region``; None if nothing is inside. The
-    path has the absolute commands M, L and z. The mask is closed by 3 x 3 pixels first. Then holes are filled, and
-    small islands removed."""
+    """Returns the outline of ``mask`` [side, side] in 0..1, which covers ``region``; None if nothing is inside.
+    The path has the absolute commands M, L and z.
+
+    The mask is closed by 3 x 3 pixels first. Then holes are filled, and small islands removed.
+    """
     # Imported here, because a server without a refiner does not need it.
     from contourpy import LineType, contour_generator
 
@@ -90,8 +94,10 @@ def _contains(ring: np.ndarray, point: np.ndarray) -> bool:
 
 
 def _simplified(ring: np.ndarray) -> np.ndarray:
-    """Returns the corners [n, 2] of a polygon within TOLERANCE of the ring (Douglas and Peucker), none repeated. The
-    two ends of the halves are the ring's first point and the one farthest from it."""
+    """Returns the corners [n, 2] of a polygon within TOLERANCE of the ring (Douglas and Peucker), none repeated.
+
+    The two ends of the halves are the ring's first point and the one farthest from it.
+    """
     far = int(((ring - ring[0]) ** 2).sum(1).argmax())
     keep = {0, far}
     spans = [(0, far), (far, len(ring) - 1)]

@@ -1,6 +1,8 @@
-"""Content keys of crops, by which the engine recognises crops that repeat in other images. A key is a hash of a crop's
-pixels. If the device makes the crops, it is a hash of the image's pixels that the crop is computed from, and of the
-crop's place, so that keys are known before any crop is made."""
+"""Content keys of crops, by which the engine recognises crops that repeat in other images.
+
+A key is a hash of a crop's pixels. If the device makes the crops, it is a hash of the image's pixels that the crop is
+computed from, and of the crop's place, so that keys are known before any crop is made.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """ImageFeatures: the embedding of an image in place of its pixels. Owns what features must be, and what needs pixels.
+
 `Embed` gave the features. Each request brings its own, so no request can change what another sees. Their key is a hash
-of the numbers in the namespace of the caller."""
+of the numbers in the namespace of the caller.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""RawImages: prepares raw pixels whose crops the device makes. Owns what was seen last of each size. The pixels are
-read once: the keys of the image and of its crops follow from the hashes of its cells (crop_keys.py). Cells of a
-stream's frame that equal those of the frame before are not hashed again."""
+"""RawImages: prepares raw pixels whose crops the device makes. Owns what was seen last of each size.
+
+The pixels are read once: the keys of the image and of its crops follow from the hashes of its cells (crop_keys.py).
+Cells of a stream's frame that equal those of the frame before are not hashed again.
+"""
 
 from __future__ import annotations
 

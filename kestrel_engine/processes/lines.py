@@ -1,6 +1,8 @@
-"""Line: one end of a pair of connected sockets between two processes, which carries messages and descriptors. A message
-is a JSON object. Both ends bound its length, and neither trusts the other. An end that closes is the end of the line,
-whatever ended its process."""
+"""Line: one end of a pair of connected sockets between two processes, which carries messages and descriptors.
+
+A message is a JSON object. Both ends bound its length, and neither trusts the other. An end that closes is the end of
+the line, whatever ended its process.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Template: the parent's handle of a process that forks others (forking.py), which it starts and starts again.
+
 ``confined`` is the template of this process for everything that untrusted bytes may control. It runs until the process
-ends, because it takes a third of a second to start."""
+ends, because it takes a third of a second to start.
+"""
 
 from __future__ import annotations
 

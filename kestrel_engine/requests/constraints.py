@@ -1,6 +1,8 @@
 """ConstraintCompiler: compiles the constraints of requests in a thread. Owns the constraints that wait for it, and the
-compiled ones that were used last. Principals take turns. Each constraint that waits is that of a request with a place
-in the queue, so places bound them."""
+compiled ones that were used last.
+
+Principals take turns. Each constraint that waits is that of a request with a place in the queue, so places bound them.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,11 @@ class ConstraintCompiler:
     async def compiled(
         self, constraint: Constraint, deadline_at: float | None, place: QueuePlace
     ) -> Grammar:
-        """The compiled constraint of a request. Raises InvalidRequest naming the place of an error, DeadlineExceeded,
-        EngineClosed, and Displaced if the request loses its place meanwhile."""
+        """The compiled constraint of a request.
+
+        Raises InvalidRequest naming the place of an error, DeadlineExceeded, EngineClosed, and Displaced if the request
+        loses its place meanwhile.
+        """
         cached = self._cache.get(constraint)
         if cached is not None:
             self._cache.move_to_end(constraint)

@@ -1,5 +1,7 @@
-"""Merging: one list of objects from several looks at an image, and non-maximum suppression. Owns no state. All
-coordinates are fractions of the whole image."""
+"""Merging: one list of objects from several looks at an image, and non-maximum suppression. Owns no state.
+
+All coordinates are fractions of the whole image.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +101,11 @@ def merge(looks: Sequence[tuple[Sequence[FoundObject], Edges]]) -> list[FoundObj
 
 
 def best_boxes(edges: Sequence[Edges], scores: Sequence[float], max_overlap: float) -> list[bool]:
-    """Returns which boxes stay in a non-maximum suppression. As long as two boxes overlap by more than ``max_overlap``
-    (intersection over union), the one with the lower score goes; with equal scores, the later one. The time is
-    quadratic in the number of boxes that share a column."""
+    """Returns which boxes stay in a non-maximum suppression.
+
+    As long as two boxes overlap by more than ``max_overlap`` (intersection over union), the one with the lower score
+    goes; with equal scores, the later one. The time is quadratic in the number of boxes that share a column.
+    """
     boxes = np.array(edges, dtype=np.float64).reshape(-1, 4)
     columns = _Columns(boxes[:, 0], boxes[:, 2])
     stays, undecided = np.ones(len(boxes), dtype=bool), np.ones(len(boxes), dtype=bool)

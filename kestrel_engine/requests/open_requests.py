@@ -1,6 +1,8 @@
-"""OpenRequests: the requests that were accepted and whose outcome has not come back. Owns their streams, on the event
-loop. Turns deliveries into updates and results, in coordinates of the whole image, and calls the observer at each end.
-Knows no scheduler and no runtime."""
+"""OpenRequests: the requests that were accepted and whose outcome has not come back.
+
+Owns their streams, on the event loop. Turns deliveries into updates and results, in coordinates of the whole image, and
+calls the observer at each end. Knows no scheduler and no runtime.
+"""
 
 from __future__ import annotations
 

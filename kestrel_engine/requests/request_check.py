@@ -1,5 +1,7 @@
-"""RequestCheck: what the skill makes of a request, before anything is computed for it. Owns the skills, and the
-defaults that they take from the engine's settings."""
+"""RequestCheck: what the skill makes of a request, before anything is computed for it.
+
+Owns the skills, and the defaults that they take from the engine's settings.
+"""
 
 from __future__ import annotations
 
@@ -140,8 +142,10 @@ def token_limit(
     request: SkillRequest, positions: int, *, context: int, most: int | None, default: int
 ) -> int:
     """Returns the most tokens to sample. A limit of the request that exceeds the room is an error; a default shrinks.
+
     ``positions``: of the prompt. ``context``: positions of a sequence. ``most``: the engine's limit on the tokens of a
-    request. ``default``: the default of max_tokens. Raises ContextLengthError, InvalidRequest."""
+    request. ``default``: the default of max_tokens. Raises ContextLengthError, InvalidRequest.
+    """
     room = context - positions
     fitting = min(room, most or room) - request.tokens_ahead
     for field, needed, shown in request.token_limits:

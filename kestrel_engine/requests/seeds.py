@@ -1,5 +1,7 @@
-"""Seeds: the seeds of requests that name none. Owns the next one. Any thread may draw one, because a thread checks
-requests with long texts."""
+"""Seeds: the seeds of requests that name none. Owns the next one.
+
+Any thread may draw one, because a thread checks requests with long texts.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """SequenceStart: from a request with all that it needs to its sequences on the step thread. Owns the sequences' ids.
-Nothing waits here, so a request is either being prepared or has its sequences."""
+
+Nothing waits here, so a request is either being prepared or has its sequences.
+"""
 
 from __future__ import annotations
 

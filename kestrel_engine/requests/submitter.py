@@ -1,6 +1,8 @@
-"""Submitter: from a request to one with a place in the queue and all that it needs, and on to the step thread. Owns
-what a request needs: places, seeds, the preparation of images, the compiler of constraints, the library of adapters.
-Its stages are the functions that complete a request; each gets the request and returns what it adds."""
+"""Submitter: from a request to one with a place in the queue and all that it needs, and on to the step thread.
+
+Owns what a request needs: places, seeds, the preparation of images, the compiler of constraints, the library of
+adapters. Its stages are the functions that complete a request; each gets the request and returns what it adds.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Conversions between coordinates of a region and those of its whole image, for requests about a region. Owns no state.
+
 A place in an output is a dict with x and y or with the four edges of a box, a dict of only width and height, or a tuple
-of 2 or 4 numbers. A list is none."""
+of 2 or 4 numbers. A list is none.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,10 @@ def prompt_in_region(
     path_of: Callable[[int], FieldPath],
 ) -> tuple[Token | ImagePlace, ...]:
     """Returns a prompt whose spatial references, which have coordinates of the whole image, are in those of the region.
+
     A box is clipped to the region. Raises InvalidRequest for a reference outside the region. ``path_of``: of the
-    reference with a number, counted from 0."""
+    reference with a number, counted from 0.
+    """
     found: list[Token | ImagePlace] = []
     number, index = 0, 0
     while index < len(tokens):

@@ -1,5 +1,7 @@
-"""Converts rows of a StepPlan to tensors: input embeddings, positions, slots, and the spans for attention. This module
-computes the model's input embeddings (tokens, regions and images) and runs no layer."""
+"""Converts rows of a StepPlan to tensors: input embeddings, positions, slots, and the spans for attention.
+
+This module computes the model's input embeddings (tokens, regions and images) and runs no layer.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ class RowBatch:
 def build_batch(
     rows: Sequence[Row], model: Moondream, cache: KvCache, images: Mapping[str, Tensor]
 ) -> RowBatch:
-    """Builds the input of one forward pass over ``rows``, which are not empty. ``images``: the embedding [n, dim] of
-    each image by key."""
+    """Builds the input of one forward pass over ``rows``, which are not empty.
+
+    ``images``: the embedding [n, dim] of each image by key.
+    """
     inputs = _Inputs()
     positions: list[Tensor] = []
     slots: list[Tensor] = []

@@ -24,8 +24,11 @@ class KeptCrops:
 
     def features(self, piece: EncodeSlice, encoded: Tensor | None) -> list[Tensor]:
         """Returns the features of a slice's distinct crops, in order, as tensors [n, patches, enc_dim]. Keeps those
-        that the slice asks to keep. ``encoded``: [piece.num_encoded, patches, enc_dim], the crops of the slice that are
-        not reused; None if there are none."""
+        that the slice asks to keep.
+
+        ``encoded``: [piece.num_encoded, patches, enc_dim], the crops of the slice that are not reused; None if there
+        are none.
+        """
         if not (piece.reused or piece.kept):
             return [] if encoded is None or not len(encoded) else [encoded]
         keys = piece.image.crop_keys

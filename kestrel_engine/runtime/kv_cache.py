@@ -1,5 +1,7 @@
-"""The KV cache on the device: the keys and values of all positions, in pages. This module owns the two tensors, their
-format and their size. The scheduler assigns pages to sequences."""
+"""The KV cache on the device: the keys and values of all positions, in pages.
+
+This module owns the two tensors, their format and their size. The scheduler assigns pages to sequences.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ def untouched_bytes(tensor: Tensor) -> int:
 
 
 class KvCache:
-    """The pools of keys and values. ``keys``, ``values``: [layers, num_pages * page_size, heads, head_dim]. The pools
-    have ``dtype``, or float8_e4m3fn with ``scales``, a pair for each layer: a stored value times its scale is the real
-    value. Without ``scales``, all scales are 1. The initial contents are undefined."""
+    """The pools of keys and values. ``keys``, ``values``: [layers, num_pages * page_size, heads, head_dim].
+
+    The pools have ``dtype``, or float8_e4m3fn with ``scales``, a pair for each layer: a stored value times its scale is
+    the real value. Without ``scales``, all scales are 1. The initial contents are undefined.
+    """
 
     def __init__(
         self,

@@ -32,8 +32,10 @@ class LostWork:
         self._sequences.update(sequence_ids)
 
     def without(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan without lost rows and crops. An image is no longer lost once its first crop is encoded
-        again. A lost sequence stays lost until it ends."""
+        """Returns the plan without lost rows and crops.
+
+        An image is no longer lost once its first crop is encoded again. A lost sequence stays lost until it ends.
+        """
         self._sequences -= set(plan.ended)
         self._images -= {piece.image.key for piece in plan.encode if piece.first == 0}
         if not (self._sequences or self._images):

@@ -89,9 +89,11 @@ class StepProfile:
             self.ended.set_result(None)
 
     def write(self, path: str, max_bytes: int) -> Profile:
-        """Writes the trace to ``path`` as gzipped JSON for Perfetto, readable by its owner only. Call it after the end,
-        and not on the step thread, because it is slow. Raises OSError, also for a file of more than ``max_bytes``.
-        After an error, no file remains."""
+        """Writes the trace to ``path`` as gzipped JSON for Perfetto, readable by its owner only.
+
+        Call it after the end, and not on the step thread, because it is slow. Raises OSError, also for a file of more
+        than ``max_bytes``. After an error, no file remains.
+        """
         part = f"{path}.part"
         try:
             for name in (part, path):  # torch would create files that others can read.

@@ -1,6 +1,8 @@
-"""Refinement: refines the masks of a step, with plain torch, on the device of the model. Every mask costs one pass of
-the vision tower over its crop, which is not among the crops of its image, and five passes of the refiner. On a GPU,
-masks of several requests share the passes."""
+"""Refinement: refines the masks of a step, with plain torch, on the device of the model.
+
+Every mask costs one pass of the vision tower over its crop, which is not among the crops of its image, and five passes
+of the refiner. On a GPU, masks of several requests share the passes.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ class Refinement:
         self, pixels: Tensor, masks: Tensor, changes: Sequence[Changes | None] | None = None
     ) -> Tensor:
         """``pixels`` [n, crop_size, crop_size, 3] uint8 and ``masks`` [n, crop_size, crop_size] uint8, on the device.
-        ``changes``: what an adapter changes in the tower for each of them; equal objects share passes. Returns
-        probabilities [n, crop_size, crop_size] float32. Each depends on its own crop and mask only."""
+        ``changes``: what an adapter changes in the tower for each of them; equal objects share passes.
+
+        Returns probabilities [n, crop_size, crop_size] float32. Each depends on its own crop and mask only.
+        """
         refined: dict[int, Tensor] = {}
         # A CPU gains nothing from larger passes, and one mask for each gives the same bits whatever the step holds.
         size = 1 if pixels.device.type == "cpu" else CROPS_PER_PASS

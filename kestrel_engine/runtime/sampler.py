@@ -165,8 +165,10 @@ def _truncated(logits: Tensor, weights: Tensor, specs: Sequence[SampleSpec]) -> 
 
 
 def exponentials(keys: Sequence[int], vocab_size: int, device: torch.device | str) -> Tensor:
-    """Returns exponentially distributed noise: [keys, vocab_size] float64, above 0, by a hash of key and id. The keys
-    are those of `noise_key`. The hash is output id + 1 of SplitMix64 with the state ``key``."""
+    """Returns exponentially distributed noise: [keys, vocab_size] float64, above 0, by a hash of key and id.
+
+    The keys are those of `noise_key`. The hash is output id + 1 of SplitMix64 with the state ``key``.
+    """
     state = torch.tensor([_signed(key) for key in keys], device=device)[:, None]
     z = state + torch.arange(1, vocab_size + 1, device=device) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -1,6 +1,8 @@
-"""Finds decode rows whose page tables begin with the same pages, such as rows about the same image. The keys and values
-of the common pages can be read once for all of these rows, as in FlashInfer's cascade inference and in Hydragen (arXiv
-2402.05099). This module works on plain integers."""
+"""Finds decode rows whose page tables begin with the same pages, such as rows about the same image.
+
+The keys and values of the common pages can be read once for all of these rows, as in FlashInfer's cascade inference and
+in Hydragen (arXiv 2402.05099). This module works on plain integers.
+"""
 
 from __future__ import annotations
 

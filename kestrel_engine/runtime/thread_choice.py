@@ -1,6 +1,8 @@
-"""The threads of torch's operators on a CPU, and the choice between one and all of them for decode passes. Two idle
-cores read weights nearly twice as fast as one. Beside busy processes, threads wait for the one that has no core, at
-more than a hundred barriers a pass. Then one thread is faster. The choice goes by the time that passes took."""
+"""The threads of torch's operators on a CPU, and the choice between one and all of them for decode passes.
+
+Two idle cores read weights nearly twice as fast as one. Beside busy processes, threads wait for the one that has no
+core, at more than a hundred barriers a pass. Then one thread is faster. The choice goes by the time that passes took.
+"""
 
 from __future__ import annotations
 

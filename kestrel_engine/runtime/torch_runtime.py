@@ -1,6 +1,8 @@
-"""Executes StepPlans with plain torch on a CPU or a CUDA device. It is the reference for faster runtimes. It owns the
-KV cache, and the embeddings of images from their encoding until ``drop_images``. It makes no decisions: the plan says
-what to compute, where to store it and which ids may be sampled."""
+"""Executes StepPlans with plain torch on a CPU or a CUDA device. It is the reference for faster runtimes.
+
+It owns the KV cache, and the embeddings of images from their encoding until ``drop_images``. It makes no decisions: the
+plan says what to compute, where to store it and which ids may be sampled.
+"""
 
 from __future__ import annotations
 
@@ -276,8 +278,10 @@ class TorchRuntime:
 
     def _run(self, rows: Sequence[Row]) -> tuple[dict[int, StepToken], set[int], tuple[int, ...]]:
         """Returns the sampled token of each sequence, the sequences whose rows are not finite, and the groups of rows
-        that share positions, as in StepResult. NaN or infinity at any position reaches the row's last position, which
-        attends to all positions before it."""
+        that share positions, as in StepResult.
+
+        NaN or infinity at any position reaches the row's last position, which attends to all positions before it.
+        """
         if not rows:
             return {}, set(), ()
         rows = [self._resolved(row) for row in rows]
@@ -327,8 +331,11 @@ class TorchRuntime:
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
-        """Runs one forward pass and stores the rows' keys and values. Returns [num_rows, dim], the residual stream
-        before ``post_ln`` at each row's last position, which ``model.text.logits`` and the region heads read."""
+        """Runs one forward pass and stores the rows' keys and values.
+
+        Returns [num_rows, dim], the residual stream before ``post_ln`` at each row's last position, which
+        ``model.text.logits`` and the region heads read.
+        """
         return self._hidden(self.batch(rows))
 
     def _hidden(self, batch: RowBatch) -> Tensor:
@@ -353,8 +360,10 @@ class TorchRuntime:
         ), f"sequence {row.sequence_id}: pages outside 0..{limits.num_pages - 1}"
 
     def _sample(self, hidden: Tensor, specs: Sequence[SampleSpec]) -> list[StepToken | None]:
-        """Returns the token of each row of ``hidden`` [n, dim], or None where the logits are not finite. The id is
-        forced or sampled from the vocabulary head. If the rule reads a value, it comes from a region head."""
+        """Returns the token of each row of ``hidden`` [n, dim], or None where the logits are not finite.
+
+        The id is forced or sampled from the vocabulary head. If the rule reads a value, it comes from a region head.
+        """
         free = [i for i, spec in enumerate(specs) if spec.rule.forced is None]
         ids: list[DrawnToken | None] = [DrawnToken(spec.rule.forced or 0, 0.0) for spec in specs]
         if free:

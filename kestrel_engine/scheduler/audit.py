@@ -35,8 +35,10 @@ def check_holdings(
     cache: PrefixCache,
     images: ImageMemory,
 ) -> None:
-    """Raises AssertionError unless every reference to a page and every use of an image has its owner. A sequence
-    without a batch place holds something only while a step writes to its pages."""
+    """Raises AssertionError unless every reference to a page and every use of an image has its owner.
+
+    A sequence without a batch place holds something only while a step writes to its pages.
+    """
     references = [0] * pool.num_pages
     users: dict[str, int] = {}
     for sequence in sequences:

@@ -175,7 +175,9 @@ class Batch:
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
         """Ends a sequence in any phase and frees what it holds, if need be after the steps that write to its pages.
-        ``keep``: its computed prefix stays in the prefix cache as long as there is room."""
+
+        ``keep``: its computed prefix stays in the prefix cache as long as there is room.
+        """
         is_written = bool(sequence.steps_out)
         if sequence.phase is Phase.RUNNING:
             if keep:
@@ -274,7 +276,9 @@ class Batch:
 
     def _take_pages(self, sequence: Sequence, now: float) -> bool:
         """Reserves the pages of all tokens so far and shares cached ones. False, without effect, if too few are free.
-        One page for each running sequence stays free, so that an admission does not preempt at once."""
+
+        One page for each running sequence stays free, so that an admission does not preempt at once.
+        """
         size = self._limits.page_size
         total = sequence.num_positions
         # At least one position is computed, or there would be nothing to sample from.

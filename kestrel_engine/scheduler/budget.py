@@ -1,5 +1,7 @@
-"""StepBudget and Allowance: how much new work one step may hold. Vision and prefill share one allowance: a step runs
-them one after the other, and sequences that decode wait for both."""
+"""StepBudget and Allowance: how much new work one step may hold.
+
+Vision and prefill share one allowance: a step runs them one after the other, and sequences that decode wait for both.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ IDLE_SCALE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBudget:
-    """New work beside a running decode batch: this many prompt positions, or this many crops, or a share of each. It is
-    the one setting that trades TTFT for ITL. While no sequence decodes, a step may hold ``idle_scale`` times as
-    much."""
+    """New work beside a running decode batch: this many prompt positions, or this many crops, or a share of each.
+
+    It is the one setting that trades TTFT for ITL. While no sequence decodes, a step may hold ``idle_scale`` times as
+    much.
+    """
 
     prefill_positions: int = 768
     crops: int = 3

@@ -1,6 +1,9 @@
-"""Scheduler: which sequences compute what in the next step. Owns the lanes with the steps that are out. Pure Python;
-knows no tensor, text, skill or clock. One thread uses it. Several steps may be out at a time; they run in the order
-scheduled, or in two lanes (types.step.Lane). What a step of each lane computes is in lanes/."""
+"""Scheduler: which sequences compute what in the next step.
+
+Owns the lanes with the steps that are out. Pure Python; knows no tensor, text, skill or clock. One thread uses it.
+Several steps may be out at a time; they run in the order scheduled, or in two lanes (types.step.Lane). What a step of
+each lane computes is in lanes/.
+"""
 
 from __future__ import annotations
 
@@ -122,8 +125,11 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, StepToken]]:
         """Takes the result of the oldest step that is out. Returns the tokens of sequences that have not ended.
-        Sequences whose row was not finite must have ended by discard(). After that, a sequence whose ``rule`` is None
-        and that has no token in flight waits for resume() or abort(). Other sequences do not wait for it."""
+        Sequences whose row was not finite must have ended by discard().
+
+        After that, a sequence whose ``rule`` is None and that has no token in flight waits for resume() or abort().
+        Other sequences do not wait for it.
+        """
         sampled: list[tuple[Sequence, StepToken]] = []
         self._batch.images.crops.came_back(plan.encode, failed=False)
         seconds = result.vision_s + result.prefill_s
@@ -158,8 +164,10 @@ class Scheduler:
 
     def fail_step(self, plan: StepPlan) -> list[int]:
         """Rolls back the oldest step that is out: ends the sequences it computed, or encoded crops for, and returns
-        their ids. No state on the device is trusted after that: unused cached prefixes and all embeddings are
-        dropped."""
+        their ids.
+
+        No state on the device is trusted after that: unused cached prefixes and all embeddings are dropped.
+        """
         images = {piece.image.key for piece in plan.encode}
         self._batch.images.crops.came_back(plan.encode, failed=True)
         # Later steps that are out do not encode the rest of these images.

@@ -29,9 +29,11 @@ _LEGAL = {
 
 
 class Sequence:
-    """How far the scheduler is with one submission. The step thread alone reads and changes it. ``tokens``: the prompt,
-    then the sampled tokens as they are fed; PREVIOUS stands for one that has not come back. Everything before
-    ``cursor`` was scheduled; prefill and decode are the same thing with other numbers."""
+    """How far the scheduler is with one submission. The step thread alone reads and changes it.
+
+    ``tokens``: the prompt, then the sampled tokens as they are fed; PREVIOUS stands for one that has not come back.
+    Everything before ``cursor`` was scheduled; prefill and decode are the same thing with other numbers.
+    """
 
     __slots__ = (
         "_page_table",

@@ -1,5 +1,7 @@
-"""The interface of a skill: checked arguments, a prompt, rules for sampling, and an output made from sampled tokens. A
-skill sees typed tokens and gives typed tokens, rules and events. It sees no runtime, scheduler or tensor."""
+"""The interface of a skill: checked arguments, a prompt, rules for sampling, and an output made from sampled tokens.
+
+A skill sees typed tokens and gives typed tokens, rules and events. It sees no runtime, scheduler or tensor.
+"""
 
 from __future__ import annotations
 
@@ -178,8 +180,10 @@ class SkillRequest:
 
 
 class SkillControl(Protocol):
-    """The rules for sampling, and when to stop. Runs on the step thread, so it must be quick: no text, no output. Steps
-    are launched ahead of results: rule(n + 1) may be called before accept() has seen token n."""
+    """The rules for sampling, and when to stop. Runs on the step thread, so it must be quick: no text, no output.
+
+    Steps are launched ahead of results: rule(n + 1) may be called before accept() has seen token n.
+    """
 
     def rule(self, index: int) -> TokenRule | RuleWait | None:
         """The constraint on the ``index``-th sampled token, counted from 0. Equal calls return equal rules.

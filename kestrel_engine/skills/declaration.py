@@ -1,6 +1,8 @@
-"""What skills take, as JSON Schemas: of arguments, of settings, and of both together. A skill may declare itself by the
-attributes of `SkillDeclaration`. The checks stay where they are, in ``build``; a schema only tells callers of a skill
-that they do not know what to send."""
+"""What skills take, as JSON Schemas: of arguments, of settings, and of both together.
+
+A skill may declare itself by the attributes of `SkillDeclaration`. The checks stay where they are, in ``build``; a
+schema only tells callers of a skill that they do not know what to send.
+"""
 
 from __future__ import annotations
 

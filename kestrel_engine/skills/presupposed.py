@@ -1,5 +1,8 @@
-"""Presupposed: the objects that a question is about, and whether its images show them. Requests to point at each of
-them end with their first decision (docs/use/scores.md). If an object is absent, the question ends without a token."""
+"""Presupposed: the objects that a question is about, and whether its images show them.
+
+Requests to point at each of them end with their first decision (docs/use/scores.md). If an object is absent, the
+question ends without a token.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +59,10 @@ class Presupposed:
     max_absence: float
 
     async def found(self, engine: EngineServices, images: Sequence[PreparedImage]) -> Presence:
-        """Looks for all objects in all images at the same time. An object is absent if no image shows it. Raises the
-        first error; one of an object's name names its place in ``objects``."""
+        """Looks for all objects in all images at the same time. An object is absent if no image shows it.
+
+        Raises the first error; one of an object's name names its place in ``objects``.
+        """
         return await engine.wait(
             _find(self.objects, images, engine),
             "before the objects that the question presupposes were looked for",

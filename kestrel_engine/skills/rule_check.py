@@ -1,6 +1,8 @@
-"""RuleCheck: rejects impossible rules and prompts of a skill, before they share a step with other requests. A runtime
-trusts its plan: a rule that allows no id, or an id beyond the vocabulary, would fail the whole step. Skills come from
-plug-ins too, so the engine checks every prompt and rule."""
+"""RuleCheck: rejects impossible rules and prompts of a skill, before they share a step with other requests.
+
+A runtime trusts its plan: a rule that allows no id, or an id beyond the vocabulary, would fail the whole step. Skills
+come from plug-ins too, so the engine checks every prompt and rule.
+"""
 
 from __future__ import annotations
 

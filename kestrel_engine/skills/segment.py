@@ -47,8 +47,10 @@ class SegmentRequest(SkillRequest):
 
 class SegmentSkill:
     """Arguments: object, spatial_refs, refine. Output: {"segments": [one]} (moondream.md section 9.7), with its
-    "score". ``refine``: None refines the outline if the engine has a refiner, False does not, and True needs a
-    refiner."""
+    "score".
+
+    ``refine``: None refines the outline if the engine has a refiner, False does not, and True needs a refiner.
+    """
 
     name = "segment"
     description = "Outlines an object."

@@ -50,8 +50,10 @@ def read_settings(
     greedy: bool,
     extra: Set[str] = frozenset({"max_tokens"}),
 ) -> Settings:
-    """Checks ``settings``; None values count as absent. ``greedy``: temperature defaults to 0, top_p to 1. Raises
-    InvalidRequest naming the key: one that is unknown, or a value out of range."""
+    """Checks ``settings``; None values count as absent. ``greedy``: temperature defaults to 0, top_p to 1.
+
+    Raises InvalidRequest naming the key: one that is unknown, or a value out of range.
+    """
     if not isinstance(settings, Mapping):
         raise InvalidRequest("settings", "must be a mapping of names to values")
     known = SAMPLING_SETTINGS.keys() | extra

@@ -1,5 +1,7 @@
-"""ActiveRequests: the requests that have not ended, on the step thread. Owns them with their skill's controls, and the
-reports of their tokens and ends. The scheduler owns their sequences."""
+"""ActiveRequests: the requests that have not ended, on the step thread.
+
+Owns them with their skill's controls, and the reports of their tokens and ends. The scheduler owns their sequences.
+"""
 
 from __future__ import annotations
 
@@ -317,8 +319,10 @@ class ActiveRequests:
         self._reports.append(report)
 
     def _skill_failed(self, sequence_id: int, error: Exception) -> None:
-        """Called when a skill raised or gave an impossible rule. The fault ends its own request only. A constraint that
-        is too complex to follow, or too costly, is the caller's fault. MaskThreads report what is the server's."""
+        """Called when a skill raised or gave an impossible rule. The fault ends its own request only.
+
+        A constraint that is too complex to follow, or too costly, is the caller's fault. MaskThreads report what is the
+        server's."""
         if isinstance(error, (RequestError, ConstraintsCostly, RuntimeFailure)):
             self._end(sequence_id, error)
             return

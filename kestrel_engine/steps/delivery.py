@@ -90,8 +90,10 @@ class RequestEnd:
 @dataclass(slots=True)
 class Delivery:
     """News of one request for the event loop. ``end`` is set exactly once in a request's life, in its last delivery.
+
     ``updates``: each with the number of tokens generated when it was made. ``admitted_at``: when the scheduler first
-    took the request into the batch, if it did so since the last delivery."""
+    took the request into the batch, if it did so since the last delivery.
+    """
 
     sequence_id: int
     updates: list[tuple[int, StreamUpdate]] = field(default_factory=list)

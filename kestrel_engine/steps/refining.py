@@ -1,5 +1,7 @@
-"""Refining: what the delivery thread does for a refined outline, before and after the device. Owns the regions of the
-requests whose masks are being refined. A fault here leaves the coarse outline."""
+"""Refining: what the delivery thread does for a refined outline, before and after the device.
+
+Owns the regions of the requests whose masks are being refined. A fault here leaves the coarse outline.
+"""
 
 from __future__ import annotations
 

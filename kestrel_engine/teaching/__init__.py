@@ -1,5 +1,8 @@
-"""Teaching: fits a LoRA adapter to labelled images, in this process, and writes it where a server finds it. The
-functions are imported when they are called, with torch and other large packages, so importing this package is cheap."""
+"""Teaching: fits a LoRA adapter to labelled images, in this process, and writes it where a server finds it.
+
+The functions are imported when they are called, with torch and other large packages, so importing this package is
+cheap.
+"""
 
 from __future__ import annotations
 

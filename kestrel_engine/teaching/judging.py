@@ -86,8 +86,10 @@ async def ask(
     adapter: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[EngineResult]:
-    """Returns the greedy results for the prompts of examples, in order. Raises ConfigError, which names the image that
-    a request fails for, and RuntimeFailure."""
+    """Returns the greedy results for the prompts of examples, in order.
+
+    Raises ConfigError, which names the image that a request fails for, and RuntimeFailure.
+    """
     turns, done = asyncio.Semaphore(4 * AT_ONCE), 0
     settings: dict[str, Any] = {"temperature": 0.0}
     if adapter is not None:

@@ -83,8 +83,10 @@ async def teach(
     on_step: Callable[[FitStep], None] | None = None,
 ) -> TeachingReport:
     """Fits the adapter named ``adapter`` to ``images`` and writes it into ``config.adapters_dir`` by one rename.
+
     ``progress``: called while files are loaded and answers are made; ``on_step``: after each step, from another thread.
-    Raises KestrelError; ConfigError if the name is invalid or taken, or nothing is left to train on."""
+    Raises KestrelError; ConfigError if the name is invalid or taken, or nothing is left to train on.
+    """
     folder = _free_place(config, adapter, overwrite)
     context = await asyncio.to_thread(_context, config)
     _check_fit(images, context)

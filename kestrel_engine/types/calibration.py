@@ -1,5 +1,7 @@
-"""Calibration: from raw scores to the share of results with such a score that are right (docs/use/scores.md). Owns the
-format of the file in which a calibration is stored."""
+"""Calibration: from raw scores to the share of results with such a score that are right (docs/use/scores.md).
+
+Owns the format of the file in which a calibration is stored.
+"""
 
 from __future__ import annotations
 

@@ -10,8 +10,11 @@ ConstraintKind = Literal["choices", "regex", "grammar", "json_schema"]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The whole text must match ``source``. ``kind`` "choices": one of several texts. "regex": a regular expression.
-    "grammar": a context-free grammar in Lark's notation. "json_schema": the JSON text of a JSON Schema."""
+    """The whole text must match ``source``.
+
+    ``kind`` "choices": one of several texts. "regex": a regular expression. "grammar": a context-free grammar in Lark's
+    notation. "json_schema": the JSON text of a JSON Schema.
+    """
 
     kind: ConstraintKind
     source: str | tuple[str, ...]

@@ -163,9 +163,11 @@ class ModelConfig:
 
 
 def parse_model_config(raw: Mapping[str, Any], *, family: Family | None = None) -> ModelConfig:
-    """Reads the contents of config.json; absent numbers take the family's released values. ``family`` overrides
-    detection (by tau attention, MoE or the declared type). Raises ConfigError for numbers that do not fit together, and
-    for values of another type."""
+    """Reads the contents of config.json; absent numbers take the family's released values.
+
+    ``family`` overrides detection (by tau attention, MoE or the declared type). Raises ConfigError for numbers that do
+    not fit together, and for values of another type.
+    """
     inner = _object("config", raw)
     family = family or detect_family(raw)
     md3 = family == "moondream3"

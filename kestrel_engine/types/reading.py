@@ -1,5 +1,7 @@
-"""ReadSpec: what a request reads of an encoded image in place of tokens. Scheduler and steps pass it on. The runtime's
-`reading` knows each kind."""
+"""ReadSpec: what a request reads of an encoded image in place of tokens.
+
+Scheduler and steps pass it on. The runtime's `reading` knows each kind.
+"""
 
 from __future__ import annotations
 

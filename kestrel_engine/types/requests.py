@@ -1,5 +1,8 @@
-"""A request after its check: typed tokens, sampling, a prepared image. A prompt is a tuple of typed tokens;
-prefix-cache keys, token counts and region embeddings all follow from that one type."""
+"""A request after its check: typed tokens, sampling, a prepared image.
+
+A prompt is a tuple of typed tokens; prefix-cache keys, token counts and region embeddings all follow from that one
+type.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ class Size:
 @dataclass(frozen=True, slots=True)
 class ImageBlock:
     """One image in a prompt. Its positions attend to one another in both directions, and to all positions before it.
-    The BOS at position 0 belongs to the block of an image that follows it directly. ``key`` is the content hash of what
-    the model sees, ``num_positions`` its length in KV positions (grid squared)."""
+    The BOS at position 0 belongs to the block of an image that follows it directly.
+
+    ``key`` is the content hash of what the model sees, ``num_positions`` its length in KV positions (grid squared).
+    """
 
     key: str
     num_positions: int
@@ -316,7 +321,9 @@ SpatialRef: TypeAlias = tuple[float, float] | tuple[float, float, float, float]
 
 def check_spatial_refs(refs: object) -> tuple[SpatialRef, ...]:
     """Validates references given as a sequence of 2- or 4-number sequences; None means none. Raises InvalidRequest.
-    Arrays with a ``tolist`` method, such as numpy's, count as sequences."""
+
+    Arrays with a ``tolist`` method, such as numpy's, count as sequences.
+    """
     refs = _plain(refs)
     if refs is None:
         return ()

@@ -134,9 +134,11 @@ PREVIOUS = Previous.TOKEN
 
 @dataclass(frozen=True, slots=True)
 class EncodeSlice:
-    """Crops ``first`` up to ``last`` of an image; an image's slices come in order, over one or more steps. ``reused``:
-    crops among these whose features the runtime keeps, under their crop keys. ``kept``: crops whose features the
-    runtime keeps from now on."""
+    """Crops ``first`` up to ``last`` of an image; an image's slices come in order, over one or more steps.
+
+    ``reused``: crops among these whose features the runtime keeps, under their crop keys. ``kept``: crops whose
+    features the runtime keeps from now on.
+    """
 
     image: PreparedImage
     first: int
@@ -206,9 +208,11 @@ MOST_REFINED = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RefineRow:
-    """A coarse mask to refine, of a sequence that has sampled its last token. ``pixels``: [crop_size, crop_size, 3]
-    uint8 RGB, the region around the object. ``mask``: [crop_size, crop_size] uint8, 1 inside the coarse outline.
-    ``adapter``: that of the request, if it changes the vision tower."""
+    """A coarse mask to refine, of a sequence that has sampled its last token.
+
+    ``pixels``: [crop_size, crop_size, 3] uint8 RGB, the region around the object. ``mask``: [crop_size, crop_size]
+    uint8, 1 inside the coarse outline. ``adapter``: that of the request, if it changes the vision tower.
+    """
 
     sequence_id: int
     pixels: np.ndarray
@@ -308,8 +312,10 @@ class RuntimeLimits:
 
 def noise_key(seed: int, draw: int) -> int:
     """The key of the noise for token ``draw`` of a request, in [0, 2^64): SplitMix64 (Steele, Lea, Flood 2014) of the
-    pair. `runtime.sampler` makes the noise of each id from it. A counter-based draw needs no generator state, so
-    batching and restarts can't change samples."""
+    pair. `runtime.sampler` makes the noise of each id from it.
+
+    A counter-based draw needs no generator state, so batching and restarts can't change samples.
+    """
     mask = (1 << 64) - 1
     z = (seed * 0xD1342543DE82EF95 + (draw + 1) * 0x9E3779B97F4A7C15) & mask
     for _ in range(2):

@@ -1,5 +1,8 @@
 """``python -m kestrel_grpc.cli.own_server_process FD FLAG…``: runs ``serve`` for a command, and ends when the command
-ends. FD is the read end of a pipe. The command holds the write end."""
+ends.
+
+FD is the read end of a pipe. The command holds the write end.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""``serve``: runs the server, with one process or several workers. This module imports gRPC and torch only if this
-process itself serves."""
+"""``serve``: runs the server, with one process or several workers.
+
+This module imports gRPC and torch only if this process itself serves.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Directory: the servers of a cluster by what they say of themselves, and the forms in which others read them. Nothing
-is stored: each server says every BEAT_S seconds where it is. A directory that has just started, or was restarted, knows
-all of them after COLLECTING_S. It is pure: callers pass the time."""
+"""Directory: the servers of a cluster by what they say of themselves, and the forms in which others read them.
+
+Nothing is stored: each server says every BEAT_S seconds where it is. A directory that has just started, or was
+restarted, knows all of them after COLLECTING_S. It is pure: callers pass the time.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,11 @@ class Directory:
         return now >= self._complete_at
 
     def servers(self, now: float) -> list[Server]:
-        """The servers to which calls may go, by address. If all are silent, the way to this directory is broken rather
-        than the servers. They stay listed, because clients and Envoy check the health of each."""
+        """The servers to which calls may go, by address.
+
+        If all are silent, the way to this directory is broken rather than the servers. They stay listed, because
+        clients and Envoy check the health of each.
+        """
         self._forget(now)
         serving = [(at, server) for at, server in self._seen.values() if server.serving]
         fresh = [server for at, server in serving if now - at < SILENT_S]

@@ -1,6 +1,8 @@
-"""Follower: asks a directory where the servers are, and writes that to files whenever it changes. Envoy reads the one,
-scripts the other. If the directory does not answer, or lists no server, the files stay as they are: clients and Envoy
-check the health of each server themselves."""
+"""Follower: asks a directory where the servers are, and writes that to files whenever it changes.
+
+Envoy reads the one, scripts the other. If the directory does not answer, or lists no server, the files stay as they
+are: clients and Envoy check the health of each server themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A front for the servers of a cluster: Envoy at one address, which gives each call to a server (workers/front/). It
-follows the directory. It knows the addresses of clients, and the servers know its own address only."""
+"""A front for the servers of a cluster: Envoy at one address, which gives each call to a server (workers/front/).
+
+It follows the directory. It knows the addresses of clients, and the servers know its own address only.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def check_front(config: ServerConfig) -> tuple[str, ...]:
 
 async def run_front(config: ServerConfig, follower: Follower, stopping: asyncio.Event) -> None:
     """Runs Envoy, once the directory lists a server, until ``stopping``. Another task must let ``follower`` follow.
-    Raises SettingsError, AddressError, WorkersError."""
+
+    Raises SettingsError, AddressError, WorkersError.
+    """
     addresses, began = check_front(config), clock.now()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrel-")))

@@ -1,5 +1,7 @@
-"""The replicas of Ray Serve, and their directory. The only module that imports Ray. Ray Serve carries no calls here.
-Its HTTP proxy answers with the directory, and its handles carry what servers say."""
+"""The replicas of Ray Serve, and their directory. The only module that imports Ray.
+
+Ray Serve carries no calls here. Its HTTP proxy answers with the directory, and its handles carry what servers say.
+"""
 
 from __future__ import annotations
 

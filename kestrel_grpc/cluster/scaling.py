@@ -1,5 +1,7 @@
-"""LoadPolicy: how many servers the load needs. Ray Serve's controller asks it several times a second. The controller
-gets this module by value, so it imports nothing of this package. It is pure: Ray passes the loads."""
+"""LoadPolicy: how many servers the load needs. Ray Serve's controller asks it several times a second.
+
+The controller gets this module by value, so it imports nothing of this package. It is pure: Ray passes the loads.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,22 @@ _TOLERANCE = 0.1
 
 
 class LoadPolicy:
-    """Targets are means over all servers. Utilization and KV use are shares of servers: twice the servers halve them,
-    so their sums tell how many servers are enough. The wait in the queue tells only that there are too few. It doubles
-    their number, once all that were wanted before serve."""
+    """Targets are means over all servers.
+
+    Utilization and KV use are shares of servers: twice the servers halve them, so their sums tell how many servers are
+    enough. The wait in the queue tells only that there are too few. It doubles their number, once all that were wanted
+    before serve.
+    """
 
     def __init__(self, *, utilization: float, queue_wait_s: float, kv_use: float) -> None:
         self._shares = {UTILIZATION: utilization, KV_USE: kv_use}
         self._queue_wait_s = queue_wait_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """``context``: Ray's AutoscalingContext. Returns the number of servers, and no state for the next call. Ray
-        waits until the load has asked for more or fewer servers for long enough, and keeps to the limits."""
+        """``context``: Ray's AutoscalingContext. Returns the number of servers, and no state for the next call.
+
+        Ray waits until the load has asked for more or fewer servers for long enough, and keeps to the limits.
+        """
         running = set(context.running_replicas)
         metrics = context.aggregated_metrics or {}
         found = {

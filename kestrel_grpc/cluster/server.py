@@ -1,5 +1,7 @@
-"""ServerProcess: one ``kestrel-grpc serve`` as a child process, from its start to its end. The process ends with its
-parent: when the pipe between them closes, it drains and ends (cli/cluster/server_process.py)."""
+"""ServerProcess: one ``kestrel-grpc serve`` as a child process, from its start to its end.
+
+The process ends with its parent: when the pipe between them closes, it drains and ends (cli/cluster/server_process.py).
+"""
 
 from __future__ import annotations
 

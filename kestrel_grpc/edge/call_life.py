@@ -53,8 +53,10 @@ class Transport(Protocol):
 
 
 class CallWatcher(Protocol):
-    """Receives the events of every call. Its methods must not raise. ``on_message`` is called when the request's id is
-    known: when it is read, or the stream of its parts begins."""
+    """Receives the events of every call. Its methods must not raise.
+
+    ``on_message`` is called when the request's id is known: when it is read, or the stream of its parts begins.
+    """
 
     def begin(self, call: Call) -> None: ...
 

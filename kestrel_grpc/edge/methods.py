@@ -1,6 +1,8 @@
-"""Methods: what a gRPC port has for each of its methods, made once when generated code adds a servicer. A method of
-kestrel.v1 or of KServe's protocol is a GrpcMethod, or a StreamMethod if its stream carries many requests. A Visit is a
-method of health, reflection or load reports. All of them lead their calls by call_life.py."""
+"""Methods: what a gRPC port has for each of its methods, made once when generated code adds a servicer.
+
+A method of kestrel.v1 or of KServe's protocol is a GrpcMethod, or a StreamMethod if its stream carries many requests.
+A Visit is a method of health, reflection or load reports. All of them lead their calls by call_life.py.
+"""
 
 from __future__ import annotations
 
@@ -96,9 +98,11 @@ class _Others(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
 
 class Visit(GrpcMethod):
-    """A method of health, reflection or load reports. Most may be called without credentials. A call has a line in the
-    access log only if it is refused. It does not count among the calls in flight, because a stream that watches health
-    or load never ends by itself."""
+    """A method of health, reflection or load reports. Most may be called without credentials.
+
+    A call has a line in the access log only if it is refused. It does not count among the calls in flight, because a
+    stream that watches health or load never ends by itself.
+    """
 
     is_visit = True
 
@@ -149,8 +153,10 @@ def _too_slow(limit_s: float) -> Exception:
 
 
 def _is_other_record(record: logging.LogRecord) -> bool:
-    """Whether a record of gRPC is not about a response that cannot be sent because the connection is lost. gRPC sends
-    the end of a call after its handler has returned. If that fails before gRPC has noticed the lost connection, gRPC
-    logs a traceback for each call. This happens with clients that open no window and disappear."""
+    """Whether a record of gRPC is not about a response that cannot be sent because the connection is lost.
+
+    gRPC sends the end of a call after its handler has returned. If that fails before gRPC has noticed the lost
+    connection, gRPC logs a traceback for each call. This happens with clients that open no window and disappear.
+    """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, grpc.aio.InternalError)

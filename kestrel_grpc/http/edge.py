@@ -1,5 +1,8 @@
-"""HttpEdge: the HTTP requests that the model answers, each of them a call (edge/call_life.py). A request becomes a
-message of kestrel.v1, and the same services answer it. A client that disconnects cancels its request."""
+"""HttpEdge: the HTTP requests that the model answers, each of them a call (edge/call_life.py).
+
+A request becomes a message of kestrel.v1, and the same services answer it. A client that disconnects cancels its
+request.
+"""
 
 from __future__ import annotations
 

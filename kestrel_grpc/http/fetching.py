@@ -64,7 +64,9 @@ def is_address(text: str) -> bool:
 
 class Addresses:
     """The images that a request names by address. The request is read once to learn them, and again with the images.
-    ``wanted``: the addresses by their paths in the request. ``images``: those that were fetched, by the same paths."""
+
+    ``wanted``: the addresses by their paths in the request. ``images``: those that were fetched, by the same paths.
+    """
 
     def __init__(self) -> None:
         self.wanted: dict[FieldPath, str] = {}

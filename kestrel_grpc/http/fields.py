@@ -1,5 +1,7 @@
-"""Fields: reads a JSON object of a request, field by field. An error names the field and its valid values. It uses no
-library of schemas: msgspec and pydantic know no fields that are refused with a reason."""
+"""Fields: reads a JSON object of a request, field by field. An error names the field and its valid values.
+
+It uses no library of schemas: msgspec and pydantic know no fields that are refused with a reason.
+"""
 
 from __future__ import annotations
 

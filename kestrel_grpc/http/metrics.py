@@ -1,6 +1,8 @@
-"""GET /metrics on the HTTP port, for scrapers that read the port of the model. The rule is that of the port of
---metrics-listen: if callers need credentials, a scraper needs the scope metrics or admin. If --open names metrics, it
-needs none."""
+"""GET /metrics on the HTTP port, for scrapers that read the port of the model.
+
+The rule is that of the port of --metrics-listen: if callers need credentials, a scraper needs the scope metrics or
+admin. If --open names metrics, it needs none.
+"""
 
 from __future__ import annotations
 

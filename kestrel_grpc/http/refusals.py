@@ -1,5 +1,7 @@
-"""An error as an HTTP response. Owns the table of HTTP statuses for gRPC's codes, and the form of error bodies. The
-body is the one that OpenAI's and Moondream's clients parse: ``{"error": {"message", "type", "param", "code"}}``."""
+"""An error as an HTTP response. Owns the table of HTTP statuses for gRPC's codes, and the form of error bodies.
+
+The body is the one that OpenAI's and Moondream's clients parse: ``{"error": {"message", "type", "param", "code"}}``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""RequestImages: reads the images of a request, which the request holds or names by id, finds and stores them. An image
-is stored after the engine has decoded it, so every image in the store is valid. With shared images, the images that
-clients put are written to the shared store too, and an id that is unknown here is looked up there."""
+"""RequestImages: reads the images of a request, which the request holds or names by id, finds and stores them.
+
+An image is stored after the engine has decoded it, so every image in the store is valid. With shared images, the images
+that clients put are written to the shared store too, and an id that is unknown here is looked up there.
+"""
 
 from __future__ import annotations
 
@@ -207,8 +209,10 @@ class RequestImages:
         return replace(image, source=kept.source, kept=kept)
 
     def keep(self, image: RequestImage, size: tuple[int, int], digest: bytes) -> str:
-        """Stores an image that the engine has decoded. Returns its id, or "" if the store has no room for it. ``size``
-        is (width, height) in pixels; ``digest`` is the engine's."""
+        """Stores an image that the engine has decoded. Returns its id, or "" if the store has no room for it.
+
+        ``size`` is (width, height) in pixels; ``digest`` is the engine's.
+        """
         if image.kept is not None:
             # The image may have been deleted since. It must not return to the store.
             return image.kept.image_id

@@ -96,9 +96,11 @@ class ImageStore:
         *,
         weight: float = 1.0,
     ) -> StoredImage | None:
-        """Stores a valid image. Returns None if the image alone exceeds the limit. Raises ImagesFull. ``digest``: the
-        SHA-256 of the source, which the engine computes before it decodes the image. ``source``: encoded bytes or
-        pixels. ``size``: (width, height) in pixels. ``weight``: the owner's."""
+        """Stores a valid image. Returns None if the image alone exceeds the limit. Raises ImagesFull.
+
+        ``digest``: the SHA-256 of the source, which the engine computes before it decodes the image. ``source``:
+        encoded bytes or pixels. ``size``: (width, height) in pixels. ``weight``: the owner's.
+        """
         present = self.find(owner, digest)
         if present is not None:
             return present
@@ -109,8 +111,10 @@ class ImageStore:
         return image
 
     def adopt(self, owner: str, image: StoredImage, *, weight: float = 1.0) -> None:
-        """Stores an image that another server stored under its id. Raises ImagesFull. Only its id finds it, because
-        this server has not compared it with a digest."""
+        """Stores an image that another server stored under its id. Raises ImagesFull.
+
+        Only its id finds it, because this server has not compared it with a digest.
+        """
         if image.held_bytes > self.max_bytes or self.has(owner, image.image_id):
             return
         self._add(owner, image, None, weight)

@@ -1,5 +1,7 @@
-"""Upload: an image file that arrives in several messages. UploadRoom limits the bytes of all unfinished uploads. An
-upload is checked while it arrives. Its bytes are stored nowhere else before ``finish`` returns the file."""
+"""Upload: an image file that arrives in several messages. UploadRoom limits the bytes of all unfinished uploads.
+
+An upload is checked while it arrives. Its bytes are stored nowhere else before ``finish`` returns the file.
+"""
 
 from __future__ import annotations
 
@@ -99,8 +101,10 @@ class ReceivedParts:
 
 
 class Upload:
-    """An upload in progress. Pass every message to ``add``, then call ``finish``; call ``close`` in any case. Each
-    method raises an error as soon as the upload is known to be invalid."""
+    """An upload in progress. Pass every message to ``add``, then call ``finish``; call ``close`` in any case.
+
+    Each method raises an error as soon as the upload is known to be invalid.
+    """
 
     def __init__(
         self, max_bytes: int, room: UploadRoom, *, principal: str = "", weight: float = 1.0
@@ -127,8 +131,11 @@ class Upload:
     async def messages(
         self, requests: AsyncIterator[pb.UploadImageRequest], idle_s: float
     ) -> AsyncIterator[pb.UploadImageRequest]:
-        """The messages of the call. Raises DeadlineExceeded if no message arrives for ``idle_s`` seconds, and
-        UploadsFull if the room ended the upload in favour of another caller's."""
+        """The messages of the call.
+
+        Raises DeadlineExceeded if no message arrives for ``idle_s`` seconds, and UploadsFull if the room ended the
+        upload in favour of another caller's.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:

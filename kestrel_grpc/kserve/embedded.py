@@ -1,5 +1,7 @@
-"""EmbeddedModel: the KServe service with a separate engine, inside another server such as Triton. That server owns the
-network, its callers and their limits. Requests and responses are the messages of ``inference``."""
+"""EmbeddedModel: the KServe service with a separate engine, inside another server such as Triton.
+
+That server owns the network, its callers and their limits. Requests and responses are the messages of ``inference``.
+"""
 
 from __future__ import annotations
 

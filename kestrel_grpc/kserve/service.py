@@ -1,5 +1,7 @@
-"""GRPCInferenceService: the Open Inference Protocol, version 2, with Triton's extensions. What makes no sense for one
-model that is loaded once, without shared memory, answers UNIMPLEMENTED with the reason."""
+"""GRPCInferenceService: the Open Inference Protocol, version 2, with Triton's extensions.
+
+What makes no sense for one model that is loaded once, without shared memory, answers UNIMPLEMENTED with the reason.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Appends lines to an operator's file or to standard output, so that no other process can redirect or delay them. The
-file is opened for each write: it may be moved away at any time, and the next line is in a new file. The last part of
-its path must not be a link, and no FIFO and no device is opened. A new file is for its owner only."""
+"""Appends lines to an operator's file or to standard output, so that no other process can redirect or delay them.
+
+The file is opened for each write: it may be moved away at any time, and the next line is in a new file. The last part
+of its path must not be a link, and no FIFO and no device is opened. A new file is for its owner only.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class LineFile:
 
 def append(path: str, lines: bytes) -> int:
     """Appends ``lines`` in one write, and returns the number of bytes that were written: fewer if the disk became full.
-    Several processes may append to one file. Up to PIPE_BUF bytes stay together in a pipe, too. Raises OSError."""
+
+    Several processes may append to one file. Up to PIPE_BUF bytes stay together in a pipe, too. Raises OSError.
+    """
     if path == STDOUT:
         return _print(lines)
     descriptor = _open(path)

@@ -72,8 +72,10 @@ _MOST_WAITING = 4
 
 
 class Capture:
-    """Captures failing calls. The server passes every finished call to ``on_call``. Runs on the event loop; a thread
-    writes the files."""
+    """Captures failing calls. The server passes every finished call to ``on_call``.
+
+    Runs on the event loop; a thread writes the files.
+    """
 
     def __init__(self, config: DebugConfig, served: ServedModels) -> None:
         self._config, self._served = config, served

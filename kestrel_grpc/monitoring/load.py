@@ -1,5 +1,7 @@
-"""LoadMeter: measures how busy this server is: requests, pages, rates of the last seconds, CPU and memory. GetLoad and
-the load reports in trailers read it. It needs no telemetry, and runs on the event loop."""
+"""LoadMeter: measures how busy this server is: requests, pages, rates of the last seconds, CPU and memory.
+
+GetLoad and the load reports in trailers read it. It needs no telemetry, and runs on the event loop.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""The load report for balancers: xds.data.orca.v3.OrcaLoadReport, as gRFC A51 and xDS define it. A report comes in the
-trailer of a call, or in the stream of services/load_reports.py. This module encodes the message itself. It has seven
-fields of two types, which do not justify a dependency for stubs."""
+"""The load report for balancers: xds.data.orca.v3.OrcaLoadReport, as gRFC A51 and xDS define it.
+
+A report comes in the trailer of a call, or in the stream of services/load_reports.py.
+
+This module encodes the message itself. It has seven fields of two types, which do not justify a dependency for stubs.
+"""
 
 from __future__ import annotations
 

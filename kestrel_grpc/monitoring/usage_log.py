@@ -1,6 +1,8 @@
-"""UsageLog: what each principal used, by model and adapter, as lines of JSON. Owns what is not written yet. Every
-EVERY_S seconds, and when the server stops, it appends a line for each principal, model and adapter with requests that
-have ended since. Each hour (UTC) has a file of its own. What could not be written is in the next lines."""
+"""UsageLog: what each principal used, by model and adapter, as lines of JSON. Owns what is not written yet.
+
+Every EVERY_S seconds, and when the server stops, it appends a line for each principal, model and adapter with requests
+that have ended since. Each hour (UTC) has a file of its own. What could not be written is in the next lines.
+"""
 
 from __future__ import annotations
 

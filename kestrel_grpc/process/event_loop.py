@@ -1,6 +1,8 @@
-"""The event loop of a server process: uvloop's, or asyncio's own where uvloop is not installed. An HTTP port with TLS
-needs asyncio's own. uvloop reads from a connection that ``connection_made`` has paused, and the first bytes of a
-handshake would be lost before TLS begins."""
+"""The event loop of a server process: uvloop's, or asyncio's own where uvloop is not installed.
+
+An HTTP port with TLS needs asyncio's own. uvloop reads from a connection that ``connection_made`` has paused, and the
+first bytes of a handshake would be lost before TLS begins.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""GrpcPorts: the gRPC servers of this process, their services, addresses and options. The server listens on an address
-that it shares with other processes only while it accepts requests. Otherwise the kernel would pass it a share of the
-connections all the same."""
+"""GrpcPorts: the gRPC servers of this process, their services, addresses and options.
+
+The server listens on an address that it shares with other processes only while it accepts requests. Otherwise the
+kernel would pass it a share of the connections all the same.
+"""
 
 from __future__ import annotations
 

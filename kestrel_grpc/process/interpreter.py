@@ -29,8 +29,10 @@ _MUCH_BYTES = 32 * 1024 * 1024
 
 
 def set_up_interpreter() -> None:
-    """Sets the garbage collector's thresholds and the switch interval, and limits spinning. Call this before the engine
-    is created."""
+    """Sets the garbage collector's thresholds and the switch interval, and limits spinning.
+
+    Call this before the engine is created.
+    """
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     limit_spinning()
@@ -44,8 +46,11 @@ def limit_spinning() -> None:
 
 async def follow_heap(take_freed_bytes: Callable[[], int]) -> None:
     """Returns freed memory to the system until it is cancelled. ``take_freed_bytes``: returns the bytes freed since its
-    last call. glibc keeps most freed memory in its heaps. With malloc_trim, the system has it back within seconds.
-    Without glibc, this function does nothing."""
+    last call.
+
+    glibc keeps most freed memory in its heaps. With malloc_trim, the system has it back within seconds. Without glibc,
+    this function does nothing.
+    """
     trim = _trim()
     if trim is None:
         return

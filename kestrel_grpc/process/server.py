@@ -216,8 +216,10 @@ class KestrelServer(ServerParts):
         return frozenset(int(address.rpartition(":")[2]) for address in tcp)
 
     async def load(self) -> InferenceEngine:
-        """Loads the models and accepts requests. Returns the default model's engine. Raises ConfigError,
-        ModelLoadError, AddressError."""
+        """Loads the models and accepts requests. Returns the default model's engine.
+
+        Raises ConfigError, ModelLoadError, AddressError.
+        """
         assert self._opened is not None, "start() comes first"
         started = clock.now()
         try:
@@ -257,9 +259,11 @@ class KestrelServer(ServerParts):
             self._opened.ports.leave()
 
     async def stop(self, grace_s: float, delay_s: float = 0.0) -> None:
-        """Stops the server. Idempotent. The server accepts requests for ``delay_s`` more seconds while health reports
-        NOT_SERVING. Running requests then have ``grace_s`` seconds to end. The remaining requests fail, and the server
-        closes."""
+        """Stops the server. Idempotent.
+
+        The server accepts requests for ``delay_s`` more seconds while health reports NOT_SERVING. Running requests then
+        have ``grace_s`` seconds to end. The remaining requests fail, and the server closes.
+        """
         opened = self._opened
         following = None if opened is None else opened.following
         if delay_s and self.served.state is State.READY and following is not None:

@@ -33,8 +33,10 @@ async def serve_alone(
     config: ServerConfig, runtimes: Sequence[RuntimeConfig], skills: SkillRegistry
 ) -> None:
     """Serves the models of ``runtimes`` until a signal arrives or the engine of the first one, the default, fails.
-    Raises FAILURES. Ends the process at once if the signal arrives while a thread still loads the model, or if a step
-    hangs."""
+    Raises FAILURES.
+
+    Ends the process at once if the signal arrives while a thread still loads the model, or if a step hangs.
+    """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     delay_s = config.leaving_s

@@ -16,9 +16,11 @@ MAX_NAME = 128
 
 
 def skill_registry(names: Sequence[str], source: str = "--skill") -> SkillRegistry:
-    """The six skills and the skills of ``names``. Python's import path and the current folder are searched for modules.
-    ``source`` is the flag, variable or key that gave ``names``. Raises SettingsError, which names the invalid skill and
-    ``source``."""
+    """The six skills and the skills of ``names``.
+
+    Python's import path and the current folder are searched for modules. ``source`` is the flag, variable or key that
+    gave ``names``. Raises SettingsError, which names the invalid skill and ``source``.
+    """
     if names and "" not in sys.path:
         sys.path.append("")
     skills = list(SkillRegistry.default())

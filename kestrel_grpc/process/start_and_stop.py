@@ -26,8 +26,11 @@ have 2 s to read their status."""
 
 
 async def load_unless_stopped(server: KestrelServer, stopping: asyncio.Event) -> bool:
-    """Starts ``server`` and loads its model. Returns False if ``stopping`` was set first; a thread may still be loading
-    then. Raises the errors of ``start`` and ``load`` after it has stopped the server."""
+    """Starts ``server`` and loads its model.
+
+    Returns False if ``stopping`` was set first; a thread may still be loading then. Raises the errors of ``start`` and
+    ``load`` after it has stopped the server.
+    """
     await server.start()
     loading = asyncio.create_task(server.load())
     stop_asked = asyncio.create_task(stopping.wait())
@@ -54,9 +57,11 @@ async def until_failed(server: KestrelServer) -> None:
 
 
 async def stop(server: KestrelServer, grace_s: float, delay_s: float = 0.0) -> None:
-    """Stops the server, as ``KestrelServer.stop`` does. If a step or the stop itself hangs, this function ends the
-    process, because a return from ``main`` would wait for the hung thread. The exit status is EXIT_ENGINE_FAILED if the
-    engine had failed, otherwise 0."""
+    """Stops the server, as ``KestrelServer.stop`` does.
+
+    If a step or the stop itself hangs, this function ends the process, because a return from ``main`` would wait for
+    the hung thread. The exit status is EXIT_ENGINE_FAILED if the engine had failed, otherwise 0.
+    """
     failed = server.served.state is State.FAILED
     is_stuck = False
     try:

@@ -20,7 +20,9 @@ _MB = 1e6
 
 class LoadingProgress:
     """The engine's progress callback. The thread that loads calls it. As a context manager, it clears its line at exit.
-    ``draws``: whether this process may draw on the terminal; False if several processes share it."""
+
+    ``draws``: whether this process may draw on the terminal; False if several processes share it.
+    """
 
     def __init__(self, *, draws: bool = True) -> None:
         self._terminal = draws and sys.stderr.isatty()

@@ -1,5 +1,7 @@
-"""Notifier: reports the server's state to systemd with datagrams, as sd_notify(3) describes. It sends nothing if
-systemd did not start this process."""
+"""Notifier: reports the server's state to systemd with datagrams, as sd_notify(3) describes.
+
+It sends nothing if systemd did not start this process.
+"""
 
 from __future__ import annotations
 

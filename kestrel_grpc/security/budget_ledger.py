@@ -1,6 +1,8 @@
-"""BudgetLedger: an SQLite file with what principals have used and reserved, for all workers and for restarts. A turn is
-one transaction, of some 25 us, on the event loop. The system writes the file to the disk when it likes: a killed
-process loses nothing, and a machine that loses its power may lose the last seconds, or the file."""
+"""BudgetLedger: an SQLite file with what principals have used and reserved, for all workers and for restarts.
+
+A turn is one transaction, of some 25 us, on the event loop. The system writes the file to the disk when it likes: a
+killed process loses nothing, and a machine that loses its power may lose the last seconds, or the file.
+"""
 
 from __future__ import annotations
 

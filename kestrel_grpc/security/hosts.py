@@ -1,6 +1,8 @@
-"""Hosts: the values of the header Host that a port answers to. A page of any site can give its own name this machine's
-address (DNS rebinding). The browser then takes the port for a part of that site, so the page may send anything and read
-every response. But the header Host still has the site's name."""
+"""Hosts: the values of the header Host that a port answers to.
+
+A page of any site can give its own name this machine's address (DNS rebinding). The browser then takes the port for a
+part of that site, so the page may send anything and read every response. But the header Host still has the site's name.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ class Hosts:
         self._own_name = socket.gethostname().lower()
 
     def accepts(self, host: str) -> bool:
-        """Whether the port answers to this value, with or without a port. On loopback: localhost and addresses of
-        loopback. Elsewhere: localhost, all addresses, and the names that no stranger can own: this machine's, and names
-        without a dot."""
+        """Whether the port answers to this value, with or without a port.
+
+        On loopback: localhost and addresses of loopback. Elsewhere: localhost, all addresses, and the names that no
+        stranger can own: this machine's, and names without a dot.
+        """
         if self._takes_all:
             return True
         found = _HOST.fullmatch(host.lower())

@@ -65,8 +65,10 @@ def is_loopback(address: str) -> bool:
 def add_port(
     server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None
 ) -> int:
-    """Adds the address to ``server`` and returns its port. Raises AddressError. The address uses TLS if ``credentials``
-    is set and the address is not a unix socket."""
+    """Adds the address to ``server`` and returns its port. Raises AddressError.
+
+    The address uses TLS if ``credentials`` is set and the address is not a unix socket.
+    """
     try:
         if credentials is None or unix_path(address) is not None:
             return server.add_insecure_port(address)

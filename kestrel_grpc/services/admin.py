@@ -1,5 +1,7 @@
-"""AdminService: drain, cancel, flush, log level, statistics, profiles and captures. The service holds no state. The
-guard (security/admission) decides who may call it."""
+"""AdminService: drain, cancel, flush, log level, statistics, profiles and captures.
+
+The service holds no state. The guard (security/admission) decides who may call it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""gRPC's channelz service: the connections, sockets and calls of this process, as gRPC's core counts them. It needs the
-scope admin, because it names the addresses of all clients. grpcio-channelz (extra channelz) has the servicer; without
-the package, the server has no such service."""
+"""gRPC's channelz service: the connections, sockets and calls of this process, as gRPC's core counts them.
+
+It needs the scope admin, because it names the addresses of all clients. grpcio-channelz (extra channelz) has the
+servicer; without the package, the server has no such service.
+"""
 
 from __future__ import annotations
 

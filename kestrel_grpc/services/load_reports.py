@@ -1,5 +1,7 @@
-"""xds.service.orca.v3.OpenRcaService: a stream of load reports for a balancer, beside the calls (out-of-band ORCA). The
-stubs are not generated: xds-protos overwrites modules of other packages, and the request has one field that counts."""
+"""xds.service.orca.v3.OpenRcaService: a stream of load reports for a balancer, beside the calls (out-of-band ORCA).
+
+The stubs are not generated: xds-protos overwrites modules of other packages, and the request has one field that counts.
+"""
 
 from __future__ import annotations
 

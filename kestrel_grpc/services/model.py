@@ -1,6 +1,8 @@
-"""ModelService: the served models, the server's limits, versions and load. It answers also while the model loads, with
-some fields unset. Lists have pages, of which the server stores nothing: a token holds the place at which its page
-begins."""
+"""ModelService: the served models, the server's limits, versions and load.
+
+It answers also while the model loads, with some fields unset. Lists have pages, of which the server stores nothing: a
+token holds the place at which its page begins.
+"""
 
 from __future__ import annotations
 
@@ -227,8 +229,10 @@ def page_of(
     request: Any, items: Iterable[tuple[str, _Item]], scope: str
 ) -> tuple[list[_Item], str]:
     """The items of the page that ``request`` asks for, and the token of the next page, which is empty on the last one.
+
     ``request``: has ``page_size`` and ``page_token``. ``items``: all, in order of their keys, which differ. ``scope``:
-    names the list. Raises InvalidRequest for an invalid size, and for an invalid token or that of another list."""
+    names the list. Raises InvalidRequest for an invalid size, and for an invalid token or that of another list.
+    """
     size = request.page_size if request.HasField("page_size") else _USUAL
     if not 1 <= size <= MOST:
         raise InvalidRequest("page_size", f"is {size}; must be 1 to {MOST}")

@@ -144,8 +144,10 @@ class Reflection:
 
 
 def _file_of(pool: descriptor_pool.DescriptorPool, symbol: str) -> FileDescriptor:
-    """The file that declares a symbol of any kind. Raises KeyError. An enum's value has two names: protobuf declares it
-    beside the enum, and grpcurl looks for it below the enum."""
+    """The file that declares a symbol of any kind. Raises KeyError.
+
+    An enum's value has two names: protobuf declares it beside the enum, and grpcurl looks for it below the enum.
+    """
     try:
         return pool.FindFileContainingSymbol(symbol)
     except KeyError:  # protobuf's pool in Python does not find methods or values below their enum.

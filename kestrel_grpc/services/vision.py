@@ -1,5 +1,8 @@
 """VisionService: the six skills, RunSkill, Analyze and Embed, each as a unary call and as a stream, StreamFrames and
-CountTokens. A unary call runs the same requests as a stream, without reading their updates."""
+CountTokens.
+
+A unary call runs the same requests as a stream, without reading their updates.
+"""
 
 from __future__ import annotations
 

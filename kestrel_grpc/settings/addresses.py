@@ -1,5 +1,7 @@
-"""Addresses to listen on: ``host:port``, ``[ipv6]:port`` or ``unix:path``. This module parses addresses, checks that
-they are free, and removes the files of unix sockets."""
+"""Addresses to listen on: ``host:port``, ``[ipv6]:port`` or ``unix:path``.
+
+This module parses addresses, checks that they are free, and removes the files of unix sockets.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,10 @@ def with_port(address: str, port: int) -> str:
 
 
 def check_free(address: str) -> None:
-    """Raises AddressError if the server cannot listen on ``address``. Removes the socket file of a dead server. grpc's
-    own error does not name the cause."""
+    """Raises AddressError if the server cannot listen on ``address``. Removes the socket file of a dead server.
+
+    grpc's own error does not name the cause.
+    """
     path = unix_path(address)
     try:
         if path is not None:

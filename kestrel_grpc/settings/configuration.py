@@ -132,8 +132,11 @@ def refuse_removed(removed: Mapping[str, str], environ: Mapping[str, str]) -> No
 def print_configuration(
     settings: Sequence[FlagSetting], args: argparse.Namespace, environ: Mapping[str, str]
 ) -> str:
-    """TOML that gives the same configuration, with the source of each value in a comment. Settings that the device or
-    the model decides, and variables that a file cannot set, are printed as comments. Secrets are hidden."""
+    """TOML that gives the same configuration, with the source of each value in a comment.
+
+    Settings that the device or the model decides, and variables that a file cannot set, are printed as comments.
+    Secrets are hidden.
+    """
 
     def line(setting: FlagSetting) -> str:
         value, source = getattr(args, setting.dest), args.sources[setting.dest]

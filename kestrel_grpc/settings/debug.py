@@ -1,5 +1,7 @@
-"""DebugConfig: the folders for profiles and captured requests, and their limits. The default writes neither. These
-settings only allow profiles and captures. AdminService starts them."""
+"""DebugConfig: the folders for profiles and captured requests, and their limits. The default writes neither.
+
+These settings only allow profiles and captures. AdminService starts them.
+"""
 
 from __future__ import annotations
 

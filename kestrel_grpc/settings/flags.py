@@ -49,9 +49,11 @@ def add_settings(
 
 
 def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
-    """The configuration that the parsed flags give. ``others`` are values of fields, which override flags. A field
-    whose flag the command does not have keeps its default. Raises SettingsError, which names the flag, variable or
-    key."""
+    """The configuration that the parsed flags give.
+
+    ``others`` are values of fields, which override flags. A field whose flag the command does not have keeps its
+    default. Raises SettingsError, which names the flag, variable or key.
+    """
     from kestrel_engine import ConfigError, settings_of
 
     values: dict[str, Any] = {}

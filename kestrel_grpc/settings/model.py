@@ -1,6 +1,8 @@
-"""The engine's flags, and the RuntimeConfigs that they give. For ``serve``, ``--model`` may be given several times.
-Each value is a model's name, which settings of this model alone may follow:
-``moondream2,kv-cache-gib=8,device=cuda:1``. The other flags apply to all models."""
+"""The engine's flags, and the RuntimeConfigs that they give.
+
+For ``serve``, ``--model`` may be given several times. Each value is a model's name, which settings of
+this model alone may follow: ``moondream2,kv-cache-gib=8,device=cuda:1``. The other flags apply to all models.
+"""
 
 from __future__ import annotations
 

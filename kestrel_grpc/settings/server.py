@@ -1,5 +1,7 @@
-"""ServerConfig: the server's own settings. RuntimeConfig holds the engine's. Each field describes its flag, variable
-and key (kestrel_engine.config.setting). A new setting is one new field."""
+"""ServerConfig: the server's own settings. RuntimeConfig holds the engine's.
+
+Each field describes its flag, variable and key (kestrel_engine.config.setting). A new setting is one new field.
+"""
 
 from __future__ import annotations
 
@@ -164,8 +166,10 @@ class ServerConfig:
 
     @property
     def leaving_s(self) -> float:
-        """``drain_delay_s``, or its default: long enough for a load balancer that checks health every 2 s to react. In
-        Kubernetes the default is 0, because a preStop hook waits before the signal (deploy/kubernetes)."""
+        """``drain_delay_s``, or its default: long enough for a load balancer that checks health every 2 s to react.
+
+        In Kubernetes the default is 0, because a preStop hook waits before the signal (deploy/kubernetes).
+        """
         if self.drain_delay_s is not None:
             return self.drain_delay_s
         return 0.0 if os.environ.get(_IN_KUBERNETES) else min(_DRAIN_DELAY_S, self.grace_s)

@@ -1,5 +1,7 @@
-"""The configuration file, one of the sources of a setting's value. It is TOML. Its keys are the flags' names, grouped
-in sections. One file serves all commands."""
+"""The configuration file, one of the sources of a setting's value.
+
+It is TOML. Its keys are the flags' names, grouped in sections. One file serves all commands.
+"""
 
 from __future__ import annotations
 

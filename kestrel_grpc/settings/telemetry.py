@@ -77,8 +77,10 @@ class TelemetryConfig:
 
 
 def telemetry_config(environ: Mapping[str, str], prometheus: str | None = None) -> TelemetryConfig:
-    """The configuration from the OTEL_* variables and the value of --metrics-listen, ``prometheus``. Raises ValueError,
-    which names the flag or variable, for an unknown exporter or protocol or a missing package."""
+    """The configuration from the OTEL_* variables and the value of --metrics-listen, ``prometheus``.
+
+    Raises ValueError, which names the flag or variable, for an unknown exporter or protocol or a missing package.
+    """
     if prometheus is not None:
         _check_prometheus(prometheus)
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":

@@ -1,6 +1,8 @@
-"""The messages between supervisor and worker. The supervisor sends the worker its task, once. The worker then sends
-Ready, Failed and Alive messages. Each side detects the end of the other when the line closes. A worker whose supervisor
-has ended drains, as after SIGTERM."""
+"""The messages between supervisor and worker.
+
+The supervisor sends the worker its task, once. The worker then sends Ready, Failed and Alive messages. Each side
+detects the end of the other when the line closes. A worker whose supervisor has ended drains, as after SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The reason why the worker ends. For a ConfigError, ``field`` and ``value`` are the error's and ``message`` is its
-    limit. For other errors ``field`` is empty. ``setting``: whether a setting is invalid, which ``message`` names."""
+    """The reason why the worker ends.
+
+    For a ConfigError, ``field`` and ``value`` are the error's and ``message`` is its limit. For other errors ``field``
+    is empty. ``setting``: whether a setting is invalid, which ``message`` names.
+    """
 
     message: str
     field: str = ""

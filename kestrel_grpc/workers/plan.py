@@ -192,8 +192,10 @@ def count_cuda_devices() -> int:
 
 
 def environment_for(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make ``device`` the only visible device of a process. Raises SettingsError. Libraries that use
-    the first device then use the right one, and create no contexts on other devices."""
+    """The variables that make ``device`` the only visible device of a process. Raises SettingsError.
+
+    Libraries that use the first device then use the right one, and create no contexts on other devices.
+    """
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return {}

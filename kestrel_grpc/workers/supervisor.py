@@ -1,6 +1,8 @@
-"""Supervisor: starts the workers, reports when all are ready, restarts those that end, and stops them all. The
-supervisor serves no requests and imports neither grpc nor torch. Its front distributes calls to the workers, or the
-kernel connections."""
+"""Supervisor: starts the workers, reports when all are ready, restarts those that end, and stops them all.
+
+The supervisor serves no requests and imports neither grpc nor torch. Its front distributes calls to the workers, or the
+kernel connections.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,10 @@ known, because the template was killed."""
 
 
 async def supervise(config: ServerConfig, runtime: RuntimeConfig) -> int:
-    """Serves with workers until a signal arrives. Returns the exit status. Raises SettingsError, AddressError,
-    ConfigError and WorkersError."""
+    """Serves with workers until a signal arrives. Returns the exit status.
+
+    Raises SettingsError, AddressError, ConfigError and WorkersError.
+    """
     shared, http = shared_addresses(config), shared_http_addresses(config)
     has_front = config.workers.spread == "calls" or (
         config.workers.spread is None and is_installed()
@@ -293,7 +297,9 @@ class Supervisor:
 
     def _stop(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> None:
         """Passes the signal to the workers, which then end within their grace period. Kills those that do not.
-        ``grace_s``: the grace period, which the workers know too."""
+
+        ``grace_s``: the grace period, which the workers know too.
+        """
         self._stopping.set()
         for child in self._children.values():
             child.drain(number)

@@ -1,6 +1,8 @@
-"""The process of a worker: a whole server, which a supervisor controls. SIGTERM, SIGINT and the end of the supervisor
-each make the worker drain: running requests may finish. A second signal does not end the worker at once. If the engine
-fails, the process ends, and the supervisor restarts it."""
+"""The process of a worker: a whole server, which a supervisor controls.
+
+SIGTERM, SIGINT and the end of the supervisor each make the worker drain: running requests may finish. A second signal
+does not end the worker at once. If the engine fails, the process ends, and the supervisor restarts it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""AdapterDisk: downloaded adapters in a folder, which several processes may share. Each adapter's folder lists the
-SHA-256 of its files, which are verified whenever it is opened. A damaged adapter is deleted and downloaded again.
+"""AdapterDisk: downloaded adapters in a folder, which several processes may share.
+
+Each adapter's folder lists the SHA-256 of its files, which are verified whenever it is opened. A damaged adapter is
+deleted and downloaded again.
 """
 
 from __future__ import annotations

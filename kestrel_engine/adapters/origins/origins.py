@@ -1,6 +1,8 @@
-"""Origins: what the name of an adapter means now, and the files that it means. Each request looks a name of the
-operator's folder up there. What a remote name means, and what failed, is remembered for some time, so that requests
-cannot make this server ask others often."""
+"""Origins: what the name of an adapter means now, and the files that it means.
+
+Each request looks a name of the operator's folder up there. What a remote name means, and what failed, is remembered
+for some time, so that requests cannot make this server ask others often.
+"""
 
 from __future__ import annotations
 

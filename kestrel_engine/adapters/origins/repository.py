@@ -1,5 +1,7 @@
-"""HubRepositories: adapters in repositories of the hub, with huggingface_hub. The library's settings name the hub
-(HF_ENDPOINT) and the token (HF_TOKEN). The commit of a branch is looked up again after some minutes.
+"""HubRepositories: adapters in repositories of the hub, with huggingface_hub.
+
+The library's settings name the hub (HF_ENDPOINT) and the token (HF_TOKEN). The commit of a branch is looked up again
+after some minutes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""TuningApi: fine-tunes of the tuning API, by their id and step (moondream.md section 11). The API's answer names the
-address of the file, which is fetched without the key and without following redirects."""
+"""TuningApi: fine-tunes of the tuning API, by their id and step (moondream.md section 11).
+
+The API's answer names the address of the file, which is fetched without the key and without following redirects.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""ModelBucket: the files of a model in a bucket, beside their SHA256SUMS. Credentials, region and endpoint come from
-the variables AWS_…, a web identity or the machine's role, as obstore has it."""
+"""ModelBucket: the files of a model in a bucket, beside their SHA256SUMS.
+
+Credentials, region and endpoint come from the variables AWS_…, a web identity or the machine's role, as obstore has it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The tensors that an architecture needs: their canonical names and shapes, computed from the ModelConfig. Canonical
-names are the hub's names (moondream.md section 2.2) without the leading ``model.``."""
+"""The tensors that an architecture needs: their canonical names and shapes, computed from the ModelConfig.
+
+Canonical names are the hub's names (moondream.md section 2.2) without the leading ``model.``.
+"""
 
 from __future__ import annotations
 

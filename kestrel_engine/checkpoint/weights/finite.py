@@ -1,5 +1,7 @@
-"""Checks weights for NaN and infinity, on the device that holds them. On a GPU it waits only once, for all tensors. A
-single NaN or infinity makes every answer of the model wrong, and no output shows the cause."""
+"""Checks weights for NaN and infinity, on the device that holds them. On a GPU it waits only once, for all tensors.
+
+A single NaN or infinity makes every answer of the model wrong, and no output shows the cause.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Experts in FP8 with one float32 scale for each row: W[e, o, :] = float(weight[e, o, :]) * scale[e, o]. This is the
-released format (moondream.md section 2.4). The functions convert one expert at a time, so their peak memory stays close
-to the size of the result."""
+"""Experts in FP8 with one float32 scale for each row: W[e, o, :] = float(weight[e, o, :]) * scale[e, o].
+
+This is the released format (moondream.md section 2.4). The functions convert one expert at a time, so their peak memory
+stays close to the size of the result.
+"""
 
 from __future__ import annotations
 

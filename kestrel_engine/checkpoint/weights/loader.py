@@ -1,6 +1,8 @@
-"""Loads weights from files into tensors of the requested dtype and device, one tensor at a time. For the CPU, a tensor
-that stays as it is stored is mapped and takes no anonymous memory. All others are read ahead by ``device_reader`` and
-converted one by one: a mapped file's pages would stay resident beside the result."""
+"""Loads weights from files into tensors of the requested dtype and device, one tensor at a time.
+
+For the CPU, a tensor that stays as it is stored is mapped and takes no anonymous memory. All others are read ahead by
+``device_reader`` and converted one by one: a mapped file's pages would stay resident beside the result.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Which weights become narrower while they are loaded, and the bytes that they take then. ``narrow`` is one of: wide
-(all weights in the model's dtype), stored (4-bit weights stay as they are), int4 (the linears of text blocks are
-rounded to 4 bits, and on a CPU the others to 8) and int8 (all linears, on a CPU)."""
+"""Which weights become narrower while they are loaded, and the bytes that they take then.
+
+``narrow`` is one of: wide (all weights in the model's dtype), stored (4-bit weights stay as they are), int4 (the
+linears of text blocks are rounded to 4 bits, and on a CPU the others to 8) and int8 (all linears, on a CPU).
+"""
 
 from __future__ import annotations
 

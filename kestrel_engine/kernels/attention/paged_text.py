@@ -1,6 +1,8 @@
-"""Causal attention of prompt text over the pages. A program computes several queries of a sequence on tensor cores. It
-is flash attention (Dao et al. 2022, arXiv 2205.14135). A list of tiles on the device assigns queries to sequences, so a
-CUDA graph can capture the launch for every mix of sequences."""
+"""Causal attention of prompt text over the pages. A program computes several queries of a sequence on tensor cores.
+
+It is flash attention (Dao et al. 2022, arXiv 2205.14135). A list of tiles on the device assigns queries to sequences,
+so a CUDA graph can capture the launch for every mix of sequences.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The step between the qkv GEMM and attention in prefill, in one launch: tau factors, RoPE, storing keys and values. A
-program handles one token. The arithmetic is float32, with one rounding at the end, also to FP8."""
+"""The step between the qkv GEMM and attention in prefill, in one launch: tau factors, RoPE, storing keys and values.
+
+A program handles one token. The arithmetic is float32, with one rounding at the end, also to FP8.
+"""
 
 from __future__ import annotations
 

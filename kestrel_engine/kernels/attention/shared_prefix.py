@@ -1,6 +1,8 @@
-"""Attention of decode rows to positions that several rows share, such as the image that all of them are about. A
-program reads a head's keys and values once for up to ROWS rows, and multiplies them on tensor cores. `paged_decode`
-continues each row's softmax. The scheme is that of Hydragen (arXiv 2402.05099)."""
+"""Attention of decode rows to positions that several rows share, such as the image that all of them are about.
+
+A program reads a head's keys and values once for up to ROWS rows, and multiplies them on tensor cores. `paged_decode`
+continues each row's softmax. The scheme is that of Hydragen (arXiv 2402.05099).
+"""
 
 from __future__ import annotations
 

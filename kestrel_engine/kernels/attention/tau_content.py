@@ -1,6 +1,8 @@
 """The content of tau attention, ``gelu(qkv) @ weights.T`` with the exact GELU, in one launch (moondream.md section 6).
+
 There are few output columns, so programs divide the sum over a row. The program of a tile that finishes last adds the
-partial sums in order, so the result is deterministic."""
+partial sums in order, so the result is deterministic.
+"""
 
 from __future__ import annotations
 

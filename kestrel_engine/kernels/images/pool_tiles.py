@@ -1,4 +1,5 @@
 """Computes the projector's input from the features of an image's crops, with stitching and pooling by index arithmetic.
+
 Neighbouring tiles overlap by two margins, and each tile keeps one of them (moondream.md section 5).
 """
 

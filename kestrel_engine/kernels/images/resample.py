@@ -1,5 +1,7 @@
-"""One pass of an exact resize for many images in one launch: `exact_resize.AxisPass` over 8-bit RGB. A job is a pass of
-one image. Its result is a plane, or overlapping tiles that are cut out of it."""
+"""One pass of an exact resize for many images in one launch: `exact_resize.AxisPass` over 8-bit RGB.
+
+A job is a pass of one image. Its result is a plane, or overlapping tiles that are cut out of it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Finds the likeliest ids of rows with their log-probabilities, after `sample_rows` has left the chunks' statistics. A
-program keeps the best id of every chunk, takes the best of these, and searches only that chunk for its next one.
+"""Finds the likeliest ids of rows with their log-probabilities, after `sample_rows` has left the chunks' statistics.
+
+A program keeps the best id of every chunk, takes the best of these, and searches only that chunk for its next one.
 """
 
 from __future__ import annotations

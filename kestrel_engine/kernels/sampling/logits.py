@@ -1,6 +1,8 @@
-"""Applies a rule to a row of logits, and computes the chunks' statistics, the best id and the row's output. The
-statistics of a chunk are its largest logit and that logit's id, the sum of exp(logit - largest), its smallest logit,
-and whether all logits are finite."""
+"""Applies a rule to a row of logits, and computes the chunks' statistics, the best id and the row's output.
+
+The statistics of a chunk are its largest logit and that logit's id, the sum of exp(logit - largest), its smallest
+logit, and whether all logits are finite.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Fits a calibration of scores: from results whose correctness is known to rising curves, and how far they are off.
+
 This is isotonic regression (pool adjacent violators) on groups of results with neighbouring raw scores.
 """
 

@@ -1,6 +1,8 @@
-"""Asks an engine about labelled images, and judges every scored result by the labels. A point is correct if it lies in
-the box of an object that no better point has; a box or an outline, if its box has an intersection over union of at
-least 0.5 with that of such an object; an absence, if the labels have no such object."""
+"""Asks an engine about labelled images, and judges every scored result by the labels.
+
+A point is correct if it lies in the box of an object that no better point has; a box or an outline, if its box has an
+intersection over union of at least 0.5 with that of such an object; an absence, if the labels have no such object.
+"""
 
 from __future__ import annotations
 

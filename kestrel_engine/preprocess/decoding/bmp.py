@@ -1,5 +1,7 @@
-"""BMP, which the packaged libvips can't decode: read by Pillow's reader of this one format, without its sniffing. Only
-uncompressed BMP is accepted. Its size follows from the header, so a short file can't ask for much work."""
+"""BMP, which the packaged libvips can't decode: read by Pillow's reader of this one format, without its sniffing.
+
+Only uncompressed BMP is accepted. Its size follows from the header, so a short file can't ask for much work.
+"""
 
 from __future__ import annotations
 

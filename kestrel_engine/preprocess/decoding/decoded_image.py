@@ -1,5 +1,7 @@
-"""DecodedImage: the pixels of an image. The first rows can be used while later rows are still being decoded. One thread
-decodes a JPEG. Meanwhile other threads can resize and hash the finished rows."""
+"""DecodedImage: the pixels of an image. The first rows can be used while later rows are still being decoded.
+
+One thread decodes a JPEG. Meanwhile other threads can resize and hash the finished rows.
+"""
 
 from __future__ import annotations
 

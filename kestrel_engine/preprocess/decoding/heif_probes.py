@@ -1,6 +1,8 @@
-"""Two tiny images that show which HEIF codecs this build of libvips can decode. A loader proves nothing: builds without
-the HEVC patent licence open HEIC files and fail at the first pixel. Both images are 64x64 of about (200, 30, 30), made
-for this."""
+"""Two tiny images that show which HEIF codecs this build of libvips can decode.
+
+A loader proves nothing: builds without the HEVC patent licence open HEIC files and fail at the first pixel. Both images
+are 64x64 of about (200, 30, 30), made for this.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""PlainJpeg: a JPEG that libjpeg-turbo (simplejpeg) opens and decodes without libvips, in half the time. A JPEG is
-plain if it is baseline, with 8 bits, grey or of three components that one scan holds, upright, and without Adobe's
-marker. The pixels are those of libvips' loader. Without simplejpeg, no JPEG is plain."""
+"""PlainJpeg: a JPEG that libjpeg-turbo (simplejpeg) opens and decodes without libvips, in half the time.
+
+A JPEG is plain if it is baseline, with 8 bits, grey or of three components that one scan holds, upright, and without
+Adobe's marker. The pixels are those of libvips' loader. Without simplejpeg, no JPEG is plain.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The tags of a TIFF that say what its samples mean: which TIFFs libvips reads with the right colours. libvips takes
-samples whose meaning it does not know for RGB or grey. So only the combinations of tags whose pixels are known to be
-right are accepted. The tests compare them with the TIFF 6.0 specification."""
+"""The tags of a TIFF that say what its samples mean: which TIFFs libvips reads with the right colours.
+
+libvips takes samples whose meaning it does not know for RGB or grey. So only the combinations of tags whose pixels are
+known to be right are accepted. The tests compare them with the TIFF 6.0 specification.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The code of a decoder process: it checks and decodes one image after the other, and makes crops and content key. A
-decoder is a fork of the template (processes/), confines itself, and may be killed at any time. Images and crops are
-passed in segments. A decoder ends when its line is closed."""
+"""The code of a decoder process: it checks and decodes one image after the other, and makes crops and content key.
+
+A decoder is a fork of the template (processes/), confines itself, and may be killed at any time. Images and crops are
+passed in segments. A decoder ends when its line is closed.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""captured: rehearses a pass, then captures it as a CUDA graph. A rehearsal compiles and loads what the pass launches:
-Triton's kernels, cuBLAS's choices, cuDNN's plans. Nothing of this may happen during a capture. Layers of one kind
-launch the same, so a rehearsal runs a few of them."""
+"""captured: rehearses a pass, then captures it as a CUDA graph.
+
+A rehearsal compiles and loads what the pass launches: Triton's kernels, cuBLAS's choices, cuDNN's plans. Nothing of
+this may happen during a capture. Layers of one kind launch the same, so a rehearsal runs a few of them.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ _thread = threading.local()
 def captured(
     body: Callable[[], object], stream: torch.cuda.Stream | None, pool: Any
 ) -> torch.cuda.CUDAGraph:
-    """Returns the graph of ``body``, which enqueues a pass on the current stream and does not wait. ``stream``: of a
-    CUDA device. ``pool``: for the graph's memory, as torch.cuda.graph_pool_handle() returns it."""
+    """Returns the graph of ``body``, which enqueues a pass on the current stream and does not wait.
+
+    ``stream``: of a CUDA device. ``pool``: for the graph's memory, as torch.cuda.graph_pool_handle() returns it.
+    """
     assert stream is not None, "graphs are captured on a stream of a CUDA device"
     with torch.cuda.stream(stream):
         with rehearsal():
@@ -46,9 +50,11 @@ def record_graph(body: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def first_fork(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """Returns a graph of two branches, captured and replayed, that computes nothing of use. Keep it. CUDA 13.0 runs the
-    branches of the first graph of a process that has two one after the other, and those of nearly all later ones at the
-    same time. So this graph is to be the first."""
+    """Returns a graph of two branches, captured and replayed, that computes nothing of use. Keep it.
+
+    CUDA 13.0 runs the branches of the first graph of a process that has two one after the other, and those of nearly
+    all later ones at the same time. So this graph is to be the first.
+    """
     device = stream.device
     side = own_stream(device)
     counts = torch.zeros(2, device=device)

@@ -1,5 +1,8 @@
-"""Decode: runs decode passes, which take the last token of each sequence and sample the next one. It owns the fixed
-buffers of the captured passes. A batch is padded with rows of the spare sequence to the next captured batch size."""
+"""Decode: runs decode passes, which take the last token of each sequence and sample the next one.
+
+It owns the fixed buffers of the captured passes. A batch is padded with rows of the spare sequence to the next captured
+batch size.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ class Decode:
 
     def run(self, rows: Sequence[Row], step_id: int) -> tuple[Tensor, Tensor | None]:
         """Runs one pass over ``rows`` and returns the results on the device: [len(rows), RESULT_WIDTH] int32, and the
-        likeliest ids as `RowSampler.tops` does. The results are valid until the next run."""
+        likeliest ids as `RowSampler.tops` does.
+
+        The results are valid until the next run.
+        """
         count = len(rows)
         assert count <= self._max_rows, f"{count} decode rows, limit {self._max_rows}"
         self.shared_groups = () if self._shared is None else self._shared.send(rows)

@@ -67,8 +67,10 @@ def require_supported(device: torch.device) -> None:
 
 @functools.cache
 def library_version(name: str) -> str | None:
-    """Returns the version of an optional library, "triton" or "flashinfer", or None if it can't be imported. It imports
-    the library, which may take seconds, so call it only if the library is about to be used."""
+    """Returns the version of an optional library, "triton" or "flashinfer", or None if it can't be imported.
+
+    It imports the library, which may take seconds, so call it only if the library is about to be used.
+    """
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,6 +1,8 @@
-"""Computes the memory that a GpuRuntime needs beside weights and KV cache, from shapes, before any allocation. The
-largest pass determines the result. Images and prompts never run at the same time, so a step needs the larger of the
-two."""
+"""Computes the memory that a GpuRuntime needs beside weights and KV cache, from shapes, before any allocation.
+
+The largest pass determines the result. Images and prompts never run at the same time, so a step needs the larger of the
+two.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,11 @@ def staying_bytes(config: ModelConfig, fp8_gemms: str, max_crops: int, itemsize:
 
 
 def fp8_weight_bytes(config: ModelConfig, fp8_gemms: str) -> int:
-    """Returns the bytes of the FP8 copies of weights, with a float32 scale for each row. The original weights stay in
-    memory: passes with adapters and long steps read those of the decoder, and benchmarks compare with them."""
+    """Returns the bytes of the FP8 copies of weights, with a float32 scale for each row.
+
+    The original weights stay in memory: passes with adapters and long steps read those of the decoder, and benchmarks
+    compare with them.
+    """
     vision, text = config.vision, config.text
     total = 0
     if fp8_gemms in FP8_VISION:

@@ -1,6 +1,8 @@
-"""GEMMs of the fused passes, with an epilogue by cuBLAS: bias, tanh GELU, or addition to the residual stream. GEMMs
-with FP8 operands scale the rows of both operands and add a bias. Other kernels apply GELU and the residual addition.
-The exceptions are our own kernels on Hopper (`kernels.linear.fp8_products`)."""
+"""GEMMs of the fused passes, with an epilogue by cuBLAS: bias, tanh GELU, or addition to the residual stream.
+
+GEMMs with FP8 operands scale the rows of both operands and add a bias. Other kernels apply GELU and the residual
+addition. The exceptions are our own kernels on Hopper (`kernels.linear.fp8_products`).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ FP8_ALIGNMENT = 16
 
 
 def require_exact(dtype: torch.dtype) -> None:
-    """Raises AssertionError if ``dtype`` is float32 and torch may multiply float32 matrices in TF32. TF32 has 10 bits
-    of fraction. torch uses it only if the process enables it."""
+    """Raises AssertionError if ``dtype`` is float32 and torch may multiply float32 matrices in TF32.
+
+    TF32 has 10 bits of fraction. torch uses it only if the process enables it.
+    """
     precision = torch.get_float32_matmul_precision()
     assert dtype != torch.float32 or precision == "highest", f"float32 products are {precision}"
 
@@ -40,9 +44,11 @@ def wide(layer: Linear, dtype: torch.dtype) -> Tensor:
 
 
 def linear(x: Tensor, layer: Linear, *, out: Tensor | None = None) -> Tensor:
-    """Returns ``x @ weight.T + bias`` [T, N], in ``out`` if that is given. ``x``: [T, K]. The layer's weight: [N, K],
-    whose row stride may exceed K. Its bias: [N] or None. torch.addmm with a one-dimensional bias uses cuBLASLt's
-    epilogue. A weight in 4 bits is widened in tiles for few rows."""
+    """Returns ``x @ weight.T + bias`` [T, N], in ``out`` if that is given.
+
+    ``x``: [T, K]. The layer's weight: [N, K], whose row stride may exceed K. Its bias: [N] or None. torch.addmm with a
+    one-dimensional bias uses cuBLASLt's epilogue. A weight in 4 bits is widened in tiles for few rows.
+    """
     if layer.scale is not None and len(x) <= MAX_ROWS:
         return skinny_linear(x, layer.weight, layer.bias, scales=layer.scale, out=out)
     weight = wide(layer, x.dtype)
@@ -52,9 +58,11 @@ def linear(x: Tensor, layer: Linear, *, out: Tensor | None = None) -> Tensor:
 
 
 def linear_gelu(x: Tensor, layer: Linear) -> Tensor:
-    """Returns ``gelu_tanh(x @ weight.T + bias)``. The shapes are those of `linear`; the bias must not be None. On CUDA
-    this is one kernel, because cuBLASLt's GELU is the tanh form, and so is torch's fallback. On a CPU, the same call of
-    torch would compute the exact GELU."""
+    """Returns ``gelu_tanh(x @ weight.T + bias)``. The shapes are those of `linear`; the bias must not be None.
+
+    On CUDA this is one kernel, because cuBLASLt's GELU is the tanh form, and so is torch's fallback. On a CPU, the same
+    call of torch would compute the exact GELU.
+    """
     assert layer.bias is not None
     if layer.scale is not None and len(x) <= MAX_ROWS:
         return skinny_linear(x, layer.weight, layer.bias, scales=layer.scale, gelu_from=0)
@@ -69,8 +77,10 @@ def add_linear(stream: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def fp8_refused(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns why torch can't multiply FP8 operands with row scales on ``device``; None if it can. Some versions of
-    torch and CUDA can't, even if the GPU can."""
+    """Returns why torch can't multiply FP8 operands with row scales on ``device``; None if it can.
+
+    Some versions of torch and CUDA can't, even if the GPU can.
+    """
     rows = Fp8Rows.empty(2, FP8_ALIGNMENT, device)
     bias = torch.zeros(FP8_ALIGNMENT, dtype=dtype, device=device)
     layer = Fp8Linear.of(torch.eye(FP8_ALIGNMENT, dtype=dtype, device=device), bias)
@@ -115,9 +125,11 @@ class Fp8Linear:
         return part(slice(rows)), part(slice(rows, None))
 
     def __call__(self, x: Fp8Rows, *, out: Tensor | None = None) -> Tensor:
-        """Returns [T, N]. ``out`` must be contiguous. Tensor cores accumulate the sums ("fast accumulation"), on Hopper
-        with 14 bits. Moving the sums to float32 every 128 inputs would take 6 to 26 % longer (one H200), without a
-        measurable gain."""
+        """Returns [T, N]. ``out`` must be contiguous.
+
+        Tensor cores accumulate the sums ("fast accumulation"), on Hopper with 14 bits. Moving the sums to float32 every
+        128 inputs would take 6 to 26 % longer (one H200), without a measurable gain.
+        """
         return torch._scaled_mm(
             x.values,
             self.weight.T,
@@ -142,7 +154,9 @@ class Fp8Linear:
 @dataclass(frozen=True, slots=True)
 class Fp8Gelu:
     """``gelu_tanh(x @ weight.T + bias)`` in FP8: one kernel on Hopper, elsewhere a GEMM and a pass over its result.
-    ``spread`` and ``least``: bounds of the scales of the result's rows (see `fp8_products.bounds`)."""
+
+    ``spread`` and ``least``: bounds of the scales of the result's rows (see `fp8_products.bounds`).
+    """
 
     layer: Fp8Linear
     spread: float

@@ -1,6 +1,8 @@
-"""PassGraphs: a captured CUDA graph for each number of rows and each kind of sampling. Replaying a graph runs a whole
-pass with one launch. A graph always uses the same buffers, so it has a fixed number of rows. A batch is padded to the
-next size for which there is a graph."""
+"""PassGraphs: a captured CUDA graph for each number of rows and each kind of sampling.
+
+Replaying a graph runs a whole pass with one launch. A graph always uses the same buffers, so it has a fixed number of
+rows. A batch is padded to the next size for which there is a graph.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ class Variant(NamedTuple):
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
-    """Returns the captured batch sizes: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 beyond. The
-    sizes are closest together for small batches, where a row of padding costs most."""
+    """Returns the captured batch sizes: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and of 32 beyond.
+
+    The sizes are closest together for small batches, where a row of padding costs most.
+    """
     rungs = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 4097, 32)]
     return (*(n for n in rungs if n < max_rows), max_rows)
 

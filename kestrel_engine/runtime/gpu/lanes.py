@@ -1,5 +1,7 @@
-"""Lanes: the streams of a runtime, and which steps wait for which (types.step.Lane). docs/lab/measurements.md (Decoding
-beside images) has what the second lane gives and costs."""
+"""Lanes: the streams of a runtime, and which steps wait for which (types.step.Lane).
+
+docs/lab/measurements.md (Decoding beside images) has what the second lane gives and costs.
+"""
 
 from __future__ import annotations
 

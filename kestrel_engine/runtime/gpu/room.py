@@ -38,8 +38,10 @@ def can_leave_room(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def leaving_room() -> Iterator[None]:
-    """Inside the context, kernels that this thread captures leave `ROOM` multiprocessors free. GEMMs of other threads
-    do so, too, because torch has one setting for the process."""
+    """Inside the context, kernels that this thread captures leave `ROOM` multiprocessors free.
+
+    GEMMs of other threads do so, too, because torch has one setting for the process.
+    """
     library = torch.backends.cuda.preferred_blas_library()
     # The setting is for cuBLASLt only. By default, torch calls the older interface for products without a bias.
     torch.backends.cuda.preferred_blas_library("cublaslt")

@@ -51,9 +51,11 @@ logger = logging.getLogger(__name__)
 
 
 class GpuRuntime:
-    """Implements ``protocol.Runtime``. ``tensors``: a complete checkpoint, by canonical names without ``model.``, on
-    one device. Experts may be in FP8. The runtime takes ownership: it packs the tensors and replaces the entries by
-    views."""
+    """Implements ``protocol.Runtime``.
+
+    ``tensors``: a complete checkpoint, by canonical names without ``model.``, on one device. Experts may be in FP8. The
+    runtime takes ownership: it packs the tensors and replaces the entries by views.
+    """
 
     def __init__(
         self,
@@ -63,7 +65,9 @@ class GpuRuntime:
         progress: Progress | None = None,
     ) -> None:
         """Captures the graphs on a CUDA device, unless the options say otherwise, and calls ``progress`` for each.
-        Raises ConfigError for an attention library or an FP8 setting that is not available, and torch's own errors."""
+
+        Raises ConfigError for an attention library or an FP8 setting that is not available, and torch's own errors.
+        """
         most = config.text.max_context
         assert options.max_seq_length <= most, (options.max_seq_length, most)
         self._config, self._layout = config, options.adapters
@@ -156,8 +160,10 @@ class GpuRuntime:
 
     @torch.inference_mode()
     def hidden(self, rows: Sequence[Row]) -> Tensor:
-        """Runs one prefill pass without sampling, and stores its keys and values. Returns [num_rows, dim], the residual
-        stream before ``post_ln`` at each row's last position."""
+        """Runs one prefill pass without sampling, and stores its keys and values.
+
+        Returns [num_rows, dim], the residual stream before ``post_ln`` at each row's last position.
+        """
         with self._on_stream():
             for row in rows:
                 self.parts.state.check(row)
@@ -257,8 +263,10 @@ class GpuRuntime:
         outputs.append(self.parts.results.output(sampled, results, tops))
 
     def _warm_up(self) -> None:
-        """Runs every kind of pass that is compiled or planned separately. The passes write to the spare page. The
-        thread that launches steps calls this method, because some libraries keep their plans by thread."""
+        """Runs every kind of pass that is compiled or planned separately. The passes write to the spare page.
+
+        The thread that launches steps calls this method, because some libraries keep their plans by thread.
+        """
         self._warm = True
         if self._stream is None:
             return

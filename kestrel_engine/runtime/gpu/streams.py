@@ -1,6 +1,8 @@
-"""Streams of which no other part of the process has the same one, and their use with little work for the host. torch
-deals the same 32 streams of each priority out in turn. After a few models were loaded, a runtime would get the stream
-of another one that serves: while it captures a graph, the other's launches would become a part of that graph."""
+"""Streams of which no other part of the process has the same one, and their use with little work for the host.
+
+torch deals the same 32 streams of each priority out in turn. After a few models were loaded, a runtime would get the
+stream of another one that serves: while it captures a graph, the other's launches would become a part of that graph.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ import torch
 
 
 class _Use:
-    """An attribute of a stream that is in use, which ends with it. A weak reference to the stream itself would outlive
-    it: torch's streams don't clear those (pytorch/pytorch#183403), and the next garbage collection would crash."""
+    """An attribute of a stream that is in use, which ends with it.
+
+    A weak reference to the stream itself would outlive it: torch's streams don't clear those (pytorch/pytorch#183403),
+    and the next garbage collection would crash.
+    """
 
 
 _lock = threading.Lock()

@@ -22,8 +22,10 @@ aligned to 16 bytes: 588 elements of two bytes are not, 592 are."""
 
 def packed_in(layer: int) -> str:
     """Returns the name of a layer's packed input projections: qkv above fc1, or above the router in an MoE layer. There
-    is none in an MoE layer whose qkv is in 4 bits. ``.weight`` is [3 * dim + ff_dim, dim] or [3 * dim + experts, dim],
-    and ``.bias`` has as many elements as rows."""
+    is none in an MoE layer whose qkv is in 4 bits.
+
+    ``.weight`` is [3 * dim + ff_dim, dim] or [3 * dim + experts, dim], and ``.bias`` has as many elements as rows.
+    """
     return f"text.blocks.{layer}.packed_in"
 
 
@@ -113,8 +115,11 @@ def _pad_patches(tensors: dict[str, Tensor]) -> None:
 
 
 def running_sums(biases: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the float32 sums of the first 1, 2, ... of ``biases`` [dim]. A residual GEMM of a fused pass adds no
-    bias. Instead, each LayerNorm adds the sum of all biases so far while it reads the residual stream."""
+    """Returns the float32 sums of the first 1, 2, ... of ``biases`` [dim].
+
+    A residual GEMM of a fused pass adds no bias. Instead, each LayerNorm adds the sum of all biases so far while it
+    reads the residual stream.
+    """
     sums: list[Tensor] = []
     for bias in biases:
         sums.append(bias.float() + sums[-1] if sums else bias.float())

@@ -56,7 +56,9 @@ class _NewWork:
 
 class Beside:
     """Owns the steps of NEW_WORK that are out, as decode steps see them. Steps of NEW_WORK end in order.
-    ``itl_target_s``: seconds between two tokens that new work may cause. ``room``: new work can leave room."""
+
+    ``itl_target_s``: seconds between two tokens that new work may cause. ``room``: new work can leave room.
+    """
 
     def __init__(self, itl_target_s: float, *, room: bool = False) -> None:
         self._target_s, self._room = itl_target_s, room

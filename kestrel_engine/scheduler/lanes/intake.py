@@ -1,5 +1,7 @@
-"""Intake: the new work of a step, within its allowance: images and prompts of the batch, and masks. Owns the masks that
-wait to be refined, and whether images are to be dropped at once."""
+"""Intake: the new work of a step, within its allowance: images and prompts of the batch, and masks.
+
+Owns the masks that wait to be refined, and whether images are to be dropped at once.
+"""
 
 from __future__ import annotations
 

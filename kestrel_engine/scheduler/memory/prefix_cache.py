@@ -120,8 +120,10 @@ class PrefixCache:
     def insert(
         self, namespace: Hashable, atoms: Sequence[Atom], pages: Sequence[int]
     ) -> Node | None:
-        """Adds a computed prefix whose KV is in ``pages``. Nodes that exist keep their pages. New nodes take a
-        reference of their own on their pages. Returns the last node, locked, or None for no atoms."""
+        """Adds a computed prefix whose KV is in ``pages``. Nodes that exist keep their pages.
+
+        New nodes take a reference of their own on their pages. Returns the last node, locked, or None for no atoms.
+        """
         if not atoms:
             return None
         assert sum(atom.num_pages for atom in atoms) == len(pages), (

@@ -1,6 +1,8 @@
-"""PromptImages: where the images of one prompt lie, in tokens, positions and pages. Immutable. The positions of an
-image attend to one another in both directions, so an image is computed as a whole, and its pages are of use only as a
-whole. The first page of an image may also hold text before it, and the last page text after it."""
+"""PromptImages: where the images of one prompt lie, in tokens, positions and pages. Immutable.
+
+The positions of an image attend to one another in both directions, so an image is computed as a whole, and its pages
+are of use only as a whole. The first page of an image may also hold text before it, and the last page text after it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from .prefix_cache import Atom
 
 @dataclass(frozen=True, slots=True)
 class ImagePiece:
-    """An image of a prompt, with the BOS before it if there is one. It is the tokens from ``first`` up to ``last`` of
-    the prompt, at the positions from ``start`` up to ``end``."""
+    """An image of a prompt, with the BOS before it if there is one.
+
+    It is the tokens from ``first`` up to ``last`` of the prompt, at the positions from ``start`` up to ``end``.
+    """
 
     image: PreparedImage
     first: int
@@ -36,8 +40,10 @@ class ImagePiece:
 @dataclass(frozen=True, slots=True)
 class PageRun:
     """Whole pages that hold images: from page ``begin`` up to ``end``, with the tokens from ``first`` up to ``last``.
+
     ``prefix``: a key of the prompt up to the end of the run, within its namespace; None if no other sequence can share
-    the run, because the prompt ends with it."""
+    the run, because the prompt ends with it.
+    """
 
     first: int
     last: int

@@ -26,9 +26,11 @@ _MOST_ALONE = 32
 
 
 class Turns:
-    """``begin`` before each step, ``ended`` when one has come back. Times are the scheduler's clock, in seconds. The
-    balance also counts while no sequence is favoured: all time of the others then counts for them, up to what the
-    favoured need for ``_AHEAD_S`` alone."""
+    """``begin`` before each step, ``ended`` when one has come back. Times are the scheduler's clock, in seconds.
+
+    The balance also counts while no sequence is favoured: all time of the others then counts for them, up to what the
+    favoured need for ``_AHEAD_S`` alone.
+    """
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares

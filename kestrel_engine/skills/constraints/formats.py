@@ -1,6 +1,8 @@
-"""The formats of strings and numbers in a JSON Schema that are enforced, as regular expressions and ranges. A text that
-matches is always valid. Rare valid texts are left out, such as a leap second, which is valid on a few days. Sources:
-RFC 3339 (dates, times, durations), 5321 (email), 1123 (hostname), 2673 and 4291 (addresses), 4122, 3986."""
+"""The formats of strings and numbers in a JSON Schema that are enforced, as regular expressions and ranges.
+
+A text that matches is always valid. Rare valid texts are left out, such as a leap second, which is valid on a few days.
+Sources: RFC 3339 (dates, times, durations), 5321 (email), 1123 (hostname), 2673 and 4291 (addresses), 4122, 3986.
+"""
 
 from __future__ import annotations
 

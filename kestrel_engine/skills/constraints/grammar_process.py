@@ -39,8 +39,10 @@ class GrammarProcess:
         self._number = 0
 
     def problem(self, constraint: Constraint) -> str:
-        """What is wrong with the constraint, with the place; "" if nothing is. Raises RuntimeFailure if no process can
-        be started."""
+        """What is wrong with the constraint, with the place; "" if nothing is.
+
+        Raises RuntimeFailure if no process can be started.
+        """
         # A process that ended between two requests, for any reason, is started again.
         for _ in range(2):
             line = self._running()

@@ -1,5 +1,7 @@
-"""Constraints as texts for the library llguidance, and its messages as errors that name the place. A process of its own
-runs ``problem`` (grammar_process.py), so this module imports nothing heavy."""
+"""Constraints as texts for the library llguidance, and its messages as errors that name the place.
+
+A process of its own runs ``problem`` (grammar_process.py), so this module imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,11 @@ def new_matcher(tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMa
 
 
 class UnlockedMatchers:
-    """Lets a matcher consume a token without Python's interpreter lock, for one thread at a time. The library's own
-    method keeps the lock, which may take as long as a mask. Its method for several matchers releases the lock, but not
-    for a single one."""
+    """Lets a matcher consume a token without Python's interpreter lock, for one thread at a time.
+
+    The library's own method keeps the lock, which may take as long as a mask. Its method for several matchers releases
+    the lock, but not for a single one.
+    """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self._executor = llguidance.LLExecutor(1)

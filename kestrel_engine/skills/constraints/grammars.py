@@ -1,5 +1,8 @@
-"""Grammars: compiles constraints to automata that give the tokens allowed next. The library llguidance does the work:
-its parser follows the text token by token, and gives a bit for each id of the vocabulary."""
+"""Grammars: compiles constraints to automata that give the tokens allowed next.
+
+The library llguidance does the work: its parser follows the text token by token, and gives a bit for each id of the
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ class Matcher(RuleWait):
     @property
     def mask(self) -> bytes | None:
         """The ids allowed next, as TokenRule.mask. The end id is among them if the text may end here. None: it is not
-        computed yet. Raises InvalidRequest or ConstraintsCostly if the constraint takes too long to follow."""
+        computed yet.
+
+        Raises InvalidRequest or ConstraintsCostly if the constraint takes too long to follow.
+        """
         if self._error is not None:
             raise self._error
         return self._mask
@@ -142,8 +148,11 @@ class Grammars:
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Compiles ``constraint``. The first call builds a tree of the vocabulary and starts a process, which takes up
-        to a second. Raises InvalidRequest naming field and place, SkillUnavailable if the library is not installed or
-        the tokenizer does not suit it, and RuntimeFailure if no process can be started."""
+        to a second.
+
+        Raises InvalidRequest naming field and place, SkillUnavailable if the library is not installed or the tokenizer
+        does not suit it, and RuntimeFailure if no process can be started.
+        """
         if not AVAILABLE:
             raise SkillUnavailable(
                 "constraint",

@@ -1,6 +1,8 @@
 """MaskThreads: compute the masks of constrained texts beside the step thread. Owns the threads, and the matchers that
-wait for one. Principals take turns. At most one thread works for slow matchers, so quick ones wait for none of
-these."""
+wait for one.
+
+Principals take turns. At most one thread works for slow matchers, so quick ones wait for none of these.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ _MOST_REMEMBERED = 1024
 
 
 class MatcherBudget:
-    """How much processor time a request and a principal may use to follow constraints. For one thread at a time. An
-    ordinary mask takes 10 to 500 microseconds, so an ordinary answer uses some 50 ms. The time of quick matchers counts
-    for no principal."""
+    """How much processor time a request and a principal may use to follow constraints. For one thread at a time.
+
+    An ordinary mask takes 10 to 500 microseconds, so an ordinary answer uses some 50 ms. The time of quick matchers
+    counts for no principal.
+    """
 
     def __init__(self) -> None:
         self._used: dict[str, tuple[float, float]] = {}

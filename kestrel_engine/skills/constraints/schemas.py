@@ -1,6 +1,8 @@
 """JSON Schemas as the library enforces them: checks each keyword, so that none is ignored in silence.
+
 docs/use/schemas.md has the table. The library ignores keywords that it does not know, rounds numbers beyond 2^53, and
-has formats that let invalid texts pass."""
+has formats that let invalid texts pass.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""The fixed cycle in which point and detect name objects (moondream.md section 7). Decision and x come from one hidden
-state: any token but the end means "another object" and reads the coordinate head. Then y is forced, for boxes the size
-too, and the next decision follows. The cycle does not depend on what is sampled, so every rule is known in advance."""
+"""The fixed cycle in which point and detect name objects (moondream.md section 7).
+
+Decision and x come from one hidden state: any token but the end means "another object" and reads the coordinate head.
+Then y is forced, for boxes the size too, and the next decision follows. The cycle does not depend on what is sampled,
+so every rule is known in advance.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +60,11 @@ def _rules(family: Family, ids: SpecialIds) -> tuple[TokenRule, TokenRule, Token
 
 
 class LocateOutput(SkillOutput):
-    """Points, or boxes if a size follows. Each is returned when it is complete, with its ``score``. An object whose
-    score is below ``min_score`` is dropped. It still counts towards the limit on objects. ``absence``: the probability
-    that there is no such object, which the first decision gives; None if it is unknown."""
+    """Points, or boxes if a size follows. Each is returned when it is complete, with its ``score``.
+
+    An object whose score is below ``min_score`` is dropped. It still counts towards the limit on objects.
+    ``absence``: the probability that there is no such object, which the first decision gives; None if it is unknown.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,8 @@
-"""The scores of points, boxes and segments (docs/use/scores.md). The raw score of an object is the product of its
-tokens' probabilities: that of each id, and that of the values near each value. It is in [0, 1]."""
+"""The scores of points, boxes and segments (docs/use/scores.md).
+
+The raw score of an object is the product of its tokens' probabilities: that of each id, and that of the values near
+each value. It is in [0, 1].
+"""
 
 from __future__ import annotations
 

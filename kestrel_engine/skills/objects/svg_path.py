@@ -34,8 +34,10 @@ class SvgPathDecoder:
         self._pieces: list[str] = []
 
     def push(self, text: str) -> str:
-        """Takes one token; returns the piece (a command with its arguments) that it completed, or "". Raises PathError
-        for a token that fits no place in the grammar."""
+        """Takes one token; returns the piece (a command with its arguments) that it completed, or "".
+
+        Raises PathError for a token that fits no place in the grammar.
+        """
         if text in COMMANDS:
             piece = self._complete()
             self._command = text

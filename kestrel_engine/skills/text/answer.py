@@ -79,9 +79,11 @@ def answer_control(request: TextRequest, context: SkillContext) -> SkillControl:
 
 
 class AnswerOutput(SkillOutput):
-    """Text under ``key``, streamed as it becomes certain. It ends before the first of the ``stop`` strings. The token
-    that completes a stop string is the last of ``token_ids``. ``logprobs``: whether to keep the tokens'
-    log-probabilities, with the alternatives for which their rules ask."""
+    """Text under ``key``, streamed as it becomes certain. It ends before the first of the ``stop`` strings.
+
+    The token that completes a stop string is the last of ``token_ids``. ``logprobs``: whether to keep the tokens'
+    log-probabilities, with the alternatives for which their rules ask.
+    """
 
     def __init__(
         self, key: str, context: SkillContext, stop: tuple[str, ...] = (), *, logprobs: bool = False

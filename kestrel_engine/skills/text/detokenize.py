@@ -1,5 +1,7 @@
-"""Ids to text as they come: deltas that never split a character and, joined, equal one decode of all ids. Owns the
-undelivered tail of one stream. Depends on a codec's ``decode`` only; knows no tokenizer, skill or token type."""
+"""Ids to text as they come: deltas that never split a character and, joined, equal one decode of all ids.
+
+Owns the undelivered tail of one stream. Depends on a codec's ``decode`` only; knows no tokenizer, skill or token type.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""StopStrings: ends a text before the first stop string in it, while the text arrives in pieces of any length. Owns the
-end of the text that may turn out to be the beginning of a stop string. Knows no tokens."""
+"""StopStrings: ends a text before the first stop string in it, while the text arrives in pieces of any length.
+
+Owns the end of the text that may turn out to be the beginning of a stop string. Knows no tokens.
+"""
 
 from __future__ import annotations
 

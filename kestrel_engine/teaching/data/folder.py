@@ -1,5 +1,7 @@
 """Reads a folder of labelled images: data.jsonl, or annotations.json in COCO's form. An error names line and field.
-Every path must stay within the folder, also where it is a link."""
+
+Every path must stay within the folder, also where it is a link.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ _FORMS = (
 
 
 def read_folder(folder: Path) -> list[TaughtImage]:
-    """Returns the images of a folder with their examples, in the order in which the file names them. Raises
-    ConfigError, which names the file, the line and the field."""
+    """Returns the images of a folder with their examples, in the order in which the file names them.
+
+    Raises ConfigError, which names the file, the line and the field.
+    """
     if not folder.is_dir():
         raise ConfigError("data", str(folder), "is not a folder")
     lines, coco = folder / JSONL_NAME, folder / COCO_NAME

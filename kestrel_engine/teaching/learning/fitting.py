@@ -251,8 +251,10 @@ def hidden(
     adapters: TextAdapters | None,
     checkpointing: bool = False,
 ) -> Tensor:
-    """Returns the residual stream before ``post_ln`` at the text positions, [rows * length, dim]. ``images``: the
-    embedding of each row's image, [rows, image positions, dim]."""
+    """Returns the residual stream before ``post_ln`` at the text positions, [rows * length, dim].
+
+    ``images``: the embedding of each row's image, [rows, image positions, dim].
+    """
     rows, _, dim = batch.text.shape
     bos = model.text.embed(torch.tensor([model.config.ids.bos_id], device=model.device))
     x = torch.cat([bos.expand(rows, 1, dim), images, batch.text], dim=1)

@@ -1,6 +1,8 @@
-"""Packs lessons about images to the tensors of one pass. A row is an image with several lessons behind it. A lesson
-sees the image and itself, never another lesson, so each has the results that it would have alone, and the image is
-computed once for all of them."""
+"""Packs lessons about images to the tensors of one pass.
+
+A row is an image with several lessons behind it. A lesson sees the image and itself, never another lesson, so each has
+the results that it would have alone, and the image is computed once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ def rows_of(path: Path, lessons: Iterable[Lesson], view: View | None = None) -> 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """What is to follow the hidden states at ``at`` [n], which index the flat text positions [rows * length].
+
     ``values``: ids [n] int64; 1 for the end and 0 for one more object [n] int64; or bins [n] or [n, 2] float32.
-    ``weights``: [n] float32."""
+    ``weights``: [n] float32.
+    """
 
     at: Tensor
     values: Tensor

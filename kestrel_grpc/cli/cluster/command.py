@@ -1,5 +1,7 @@
-"""``cluster``: places servers on the nodes of a Ray cluster, and says where they are. Only ``up`` and ``down`` load
-Ray. The others ask the directory over HTTP."""
+"""``cluster``: places servers on the nodes of a Ray cluster, and says where they are.
+
+Only ``up`` and ``down`` load Ray. The others ask the directory over HTTP.
+"""
 
 from __future__ import annotations
 

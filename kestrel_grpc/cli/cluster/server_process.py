@@ -1,6 +1,8 @@
-"""``python -m kestrel_grpc.cli.cluster.server_process FD FLAG…``: runs ``serve``, which drains when its parent ends. FD
-is the read end of a pipe. The parent, a replica of Ray Serve, holds the write end. If the replica is killed, running
-requests may end nevertheless."""
+"""``python -m kestrel_grpc.cli.cluster.server_process FD FLAG…``: runs ``serve``, which drains when its parent ends.
+
+FD is the read end of a pipe. The parent, a replica of Ray Serve, holds the write end. If the replica is killed, running
+requests may end nevertheless.
+"""
 
 from __future__ import annotations
 

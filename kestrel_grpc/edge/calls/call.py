@@ -179,8 +179,11 @@ def _too_long(limit_s: float) -> Exception:
 
 class CallLimit:
     """Limits the duration of calls, or of a part of them, on one event loop. ``limit_s``: seconds, None for no limit.
-    ``error``: makes the exception. All have the same limit, so the oldest one reaches it first, and one timer is
-    enough. A timer for each call would cost more than all other work of the edge."""
+    ``error``: makes the exception.
+
+    All have the same limit, so the oldest one reaches it first, and one timer is enough. A timer for each call would
+    cost more than all other work of the edge.
+    """
 
     def __init__(
         self, limit_s: float | None, error: Callable[[float], Exception] = _too_long
@@ -255,9 +258,11 @@ def id_from_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 def code_of_cancellation(context: Context) -> grpc.StatusCode:
-    """The status of a call that the client ended: DEADLINE_EXCEEDED if its deadline has passed, else CANCELLED. A
-    client ends its call at its deadline. The server's copy of the deadline is a little later, because deadlines travel
-    as durations."""
+    """The status of a call that the client ended: DEADLINE_EXCEEDED if its deadline has passed, else CANCELLED.
+
+    A client ends its call at its deadline. The server's copy of the deadline is a little later, because deadlines
+    travel as durations.
+    """
     left = context.time_remaining()
     expired = left is not None and left <= _DEADLINE_LAG_S
     return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED

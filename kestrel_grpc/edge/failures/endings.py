@@ -37,9 +37,11 @@ async def delay_refusal(pace: RefusalPace, call: Call, error: Exception) -> None
 
 
 def forget_frames(error: BaseException) -> None:
-    """Removes the tracebacks of an exception and its causes. A traceback holds frames, and these hold the request and
-    its image. In a reference cycle they would stay until the garbage collector runs, which this server configures to
-    run rarely."""
+    """Removes the tracebacks of an exception and its causes.
+
+    A traceback holds frames, and these hold the request and its image. In a reference cycle they would stay until the
+    garbage collector runs, which this server configures to run rarely.
+    """
     chain: list[BaseException | None] = [error]
     while chain:
         if (each := chain.pop()) is not None:

@@ -1,6 +1,9 @@
 """Asking: what a conversation asks of the model, whatever the dialect. It is one Query, or a search for boxes or points
-(grounding.py), whose result then has the form of a Query's. Owns the paths of chat completions for what all dialects
-share: ``messages`` and ``response_format``. A dialect with other names renames these."""
+(grounding.py), whose result then has the form of a Query's.
+
+Owns the paths of chat completions for what all dialects share: ``messages`` and ``response_format``. A dialect with
+other names renames these.
+"""
 
 from __future__ import annotations
 

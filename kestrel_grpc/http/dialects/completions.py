@@ -1,5 +1,7 @@
 """OpenAI's older interface: /v1/completions. Each prompt is a question without an image, and its answer the completion.
-A list of prompts becomes as many Queries, of which a few run at once. They stand or fall together."""
+
+A list of prompts becomes as many Queries, of which a few run at once. They stand or fall together.
+"""
 
 from __future__ import annotations
 

@@ -58,9 +58,11 @@ _PLACES: Mapping[str, tuple[str, Callable[[Sequence[float], _Size], list[int]]]]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The places that a request asks for. ``names``: of the objects. ``place``, ``score``: names of an item's
-    properties; ``score`` may be "". ``around``: the property of the root object that holds the list; "" for a list
-    alone. ``most``: the most objects of each name."""
+    """The places that a request asks for.
+
+    ``names``: of the objects. ``place``, ``score``: names of an item's properties; ``score`` may be "". ``around``: the
+    property of the root object that holds the list; "" for a list alone. ``most``: the most objects of each name.
+    """
 
     names: tuple[str, ...]
     place: str

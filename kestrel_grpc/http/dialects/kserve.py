@@ -1,5 +1,7 @@
-"""KServe's Open Inference Protocol by HTTP (/v2), with the binary tensor extension. A request becomes a message of
-``inference`` and is answered by the service that answers it by gRPC (kserve/service.py)."""
+"""KServe's Open Inference Protocol by HTTP (/v2), with the binary tensor extension.
+
+A request becomes a message of ``inference`` and is answered by the service that answers it by gRPC (kserve/service.py).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Anthropic's Messages: /v1/messages and /v1/messages/count_tokens. The messages are a conversation, which asks what it
-asks in chat completions (asking.py)."""
+"""Anthropic's Messages: /v1/messages and /v1/messages/count_tokens.
+
+The messages are a conversation, which asks what it asks in chat completions (asking.py).
+"""
 
 from __future__ import annotations
 

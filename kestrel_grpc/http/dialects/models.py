@@ -74,9 +74,11 @@ def set_model(options: common_pb2.RequestOptions, name: str, names: Sequence[str
 
 
 def _split(name: str, names: Sequence[str]) -> tuple[str, str]:
-    """Returns the name of a model, and that of an adapter or "". ``names``: those of the served models. Behind an
-    alias, the adapter's name must have a step (moondream3-preview/ID@STEP) or be a repository of the hub
-    (moondream3/ORG/REPO), because moondream/NAME may be a repository."""
+    """Returns the name of a model, and that of an adapter or "". ``names``: those of the served models.
+
+    Behind an alias, the adapter's name must have a step (moondream3-preview/ID@STEP) or be a repository of the hub
+    (moondream3/ORG/REPO), because moondream/NAME may be a repository.
+    """
     if name in names:
         return name, ""
     for base in sorted(names, key=len, reverse=True):

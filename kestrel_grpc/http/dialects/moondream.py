@@ -1,6 +1,8 @@
-"""Moondream's REST interface: /v1/query, /v1/caption, /v1/point, /v1/detect, /v1/segment and /v1/gaze. The forms are
-those that the ``moondream`` package sends and reads: an image as a data URL or plain base64, settings in an object of
-their own, coordinates in [0, 1], a stream as server-sent events that end with ``"completed": true``."""
+"""Moondream's REST interface: /v1/query, /v1/caption, /v1/point, /v1/detect, /v1/segment and /v1/gaze.
+
+The forms are those that the ``moondream`` package sends and reads: an image as a data URL or plain base64, settings in
+an object of their own, coordinates in [0, 1], a stream as server-sent events that end with ``"completed": true``.
+"""
 
 from __future__ import annotations
 

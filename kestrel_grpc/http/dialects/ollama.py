@@ -1,5 +1,7 @@
-"""Ollama's interface: /api/generate, /api/chat, /api/tags, /api/ps, /api/show and /api/version. Images are plain
-base64. A stream is one JSON object a line, and is the default, as Ollama's clients expect."""
+"""Ollama's interface: /api/generate, /api/chat, /api/tags, /api/ps, /api/show and /api/version.
+
+Images are plain base64. A stream is one JSON object a line, and is the default, as Ollama's clients expect.
+"""
 
 from __future__ import annotations
 

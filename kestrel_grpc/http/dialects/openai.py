@@ -1,6 +1,9 @@
-"""OpenAI's interface: /v1/chat/completions, /v1/models and /v1/models/NAME. A conversation becomes one Query: system
-text goes before the first question, and earlier turns become its history. A user message may hold images, which go
-before its text. A request for boxes or points (grounding.py) becomes one Detect or Point."""
+"""OpenAI's interface: /v1/chat/completions, /v1/models and /v1/models/NAME.
+
+A conversation becomes one Query: system text goes before the first question, and earlier turns become its history. A
+user message may hold images, which go before its text. A request for boxes or points (grounding.py) becomes one Detect
+or Point.
+"""
 
 from __future__ import annotations
 

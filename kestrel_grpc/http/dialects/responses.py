@@ -1,6 +1,8 @@
-"""OpenAI's Responses: /v1/responses and /v1/responses/input_tokens. The items of ``input`` are a conversation, which
-asks what it asks in chat completions (asking.py). The server stores no responses, so each request has its whole
-conversation."""
+"""OpenAI's Responses: /v1/responses and /v1/responses/input_tokens.
+
+The items of ``input`` are a conversation, which asks what it asks in chat completions (asking.py). The server stores no
+responses, so each request has its whole conversation.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Acceptor: accepts the connections of one listening socket. Pauses while the process has no free file descriptor.
-asyncio's own server logs a traceback for each connection that it can't accept, and tries thousands of times a
-second."""
+
+asyncio's own server logs a traceback for each connection that it can't accept, and tries thousands of times a second.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """HttpConnections: the open connections of the HTTP port, counted from the moment the server accepts them.
+
 ConnectionGuard observes and ends them, as it does for gRPC. A connection counts before its TLS handshake too. uvicorn
-bounds what it reads ahead, so received bytes need no account here."""
+bounds what it reads ahead, so received bytes need no account here.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Breaker: after failures in a row, the shared store is left alone for a while, so that no call waits for it. Then one
-operation tries the store. If it fails, the pause is twice as long."""
+"""Breaker: after failures in a row, the shared store is left alone for a while, so that no call waits for it.
+
+Then one operation tries the store. If it fails, the pause is twice as long.
+"""
 
 from __future__ import annotations
 

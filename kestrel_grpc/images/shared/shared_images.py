@@ -1,6 +1,8 @@
-"""SharedImages: reads and writes the images that several servers share. Nothing here fails a call. An operation waits
-at most for the setting's time. What runs longer is cancelled. Several calls that ask for one image share one read. A
-failure is counted, and is logged at most every minute."""
+"""SharedImages: reads and writes the images that several servers share. Nothing here fails a call.
+
+An operation waits at most for the setting's time. What runs longer is cancelled. Several calls that ask for one image
+share one read. A failure is counted, and is logged at most every minute.
+"""
 
 from __future__ import annotations
 

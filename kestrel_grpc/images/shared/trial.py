@@ -26,8 +26,10 @@ class TrialError(Exception):
 
 
 async def try_store(config: SharedImagesConfig) -> float:
-    """Returns the milliseconds of a write and a read. The value is no caller's, and no caller can name it. Raises
-    ConfigError and TrialError."""
+    """Returns the milliseconds of a write and a read. The value is no caller's, and no caller can name it.
+
+    Raises ConfigError and TrialError.
+    """
     backend, records = RedisBackend(config), Records.open(config)
     image = StoredImage(f"img_{secrets.token_hex(16)}", _SOURCE, 1, 1)
     owner = f"doctor\0{secrets.token_hex(16)}"

@@ -1,5 +1,7 @@
-"""Admission and Visits: limit the calls in progress, before a call's message is read. Data structures without I/O, for
-one event loop."""
+"""Admission and Visits: limit the calls in progress, before a call's message is read.
+
+Data structures without I/O, for one event loop.
+"""
 
 from __future__ import annotations
 
@@ -114,8 +116,11 @@ class Admission:
 
 
 class Visits:
-    """Counts and limits visits on one event loop. Unary calls end by themselves, so they are limited only for each
-    caller. Callers that use up the streams then cannot prevent the unary calls of probes."""
+    """Counts and limits visits on one event loop.
+
+    Unary calls end by themselves, so they are limited only for each caller. Callers that use up the streams then cannot
+    prevent the unary calls of probes.
+    """
 
     def __init__(self, most_of_one: int = MOST_OF_ONE, most_streams: int = MOST_STREAMS) -> None:
         self.most_of_one, self._most_streams = most_of_one, most_streams

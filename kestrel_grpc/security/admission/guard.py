@@ -1,5 +1,7 @@
-"""Guard: the checks at the beginning of every call: its caller, the caller's scopes and limits, and memory. The checks
-use only the call's metadata and connection, and run before any of its messages is read."""
+"""Guard: the checks at the beginning of every call: its caller, the caller's scopes and limits, and memory.
+
+The checks use only the call's metadata and connection, and run before any of its messages is read.
+"""
 
 from __future__ import annotations
 
@@ -178,8 +180,10 @@ class _Admitted(AbstractContextManager[Hold]):
 
 
 def _divided(messages: MessageLimits) -> tuple[int | None, int]:
-    """The memory for messages of kestrel.v1, and of health and reflection. The second holds at least two messages if
-    that is at most a quarter of all memory."""
+    """The memory for messages of kestrel.v1, and of health and reflection.
+
+    The second holds at least two messages if that is at most a quarter of all memory.
+    """
     if messages.held is None:
         return None, 2 * messages.reserved
     strangers = max(messages.held // _STRANGERS_SHARE, messages.reserved)

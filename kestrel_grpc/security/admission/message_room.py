@@ -75,9 +75,11 @@ class _Waiting:
 
 @functools.cache
 def copy_s_per_byte() -> float:
-    """Seconds that the event loop is busy for each byte of a message, measured on this machine. This is mostly the
-    system's time to provide memory, which differs between machines by a factor of 30. The first call takes a few
-    milliseconds."""
+    """Seconds that the event loop is busy for each byte of a message, measured on this machine.
+
+    This is mostly the system's time to provide memory, which differs between machines by a factor of 30. The first call
+    takes a few milliseconds.
+    """
     began = time.thread_time()
     bytes(bytearray(_TRIED_BYTES))
     return (time.thread_time() - began) / 2 * _NUM_COPIES / _TRIED_BYTES

@@ -41,8 +41,10 @@ class RefusalPace:
         """Number of refusals that are delayed now."""
 
     async def delay(self, who: str, left_s: float | None) -> None:
-        """Waits until a refused call of ``who`` may be answered. ``left_s``: seconds until the call's deadline, None if
-        it has none. The delay takes at most half of them."""
+        """Waits until a refused call of ``who`` may be answered.
+
+        ``left_s``: seconds until the call's deadline, None if it has none. The delay takes at most half of them.
+        """
         delay_s = self._delay_s(who)
         if left_s is not None:
             delay_s = min(delay_s, left_s / 2)

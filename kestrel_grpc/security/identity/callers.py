@@ -1,5 +1,7 @@
-"""Callers: finds the principal of a call from its metadata and connection. Holds and renews the credentials. If the
-call has a token, the token identifies the caller. Otherwise the certificate of the connection does."""
+"""Callers: finds the principal of a call from its metadata and connection. Holds and renews the credentials.
+
+If the call has a token, the token identifies the caller. Otherwise the certificate of the connection does.
+"""
 
 from __future__ import annotations
 

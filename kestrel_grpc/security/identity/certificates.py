@@ -1,6 +1,8 @@
-"""The certificate of a peer in gRPC's form: of a connection that Python's ssl made, or as the front says it. The front
-of several workers says a client's address and certificate in headers. A worker believes them only on the socket in the
-front's private folder."""
+"""The certificate of a peer in gRPC's form: of a connection that Python's ssl made, or as the front says it.
+
+The front of several workers says a client's address and certificate in headers. A worker believes them only on the
+socket in the front's private folder.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The headers with which the front of several workers tells them about a client. This module imports no gRPC. The front
-(workers/front) sets them on every call that it forwards, and removes those of the caller. One is of a worker, for the
-front."""
+"""The headers with which the front of several workers tells them about a client. This module imports no gRPC.
+
+The front (workers/front) sets them on every call that it forwards, and removes those of the caller. One is of a
+worker, for the front.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Principal: the name, scopes and weight of a caller, and the scopes that methods need. Stored images, shared prefixes
-and limits belong to a principal, by its name. A caller that needs no credentials has none; its limits go by its
-address."""
+"""Principal: the name, scopes and weight of a caller, and the scopes that methods need.
+
+Stored images, shared prefixes and limits belong to a principal, by its name. A caller that needs no credentials has
+none; its limits go by its address.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +98,10 @@ def is_administrative(method: str) -> bool:
 
 
 def address_of(peer: str) -> str:
-    """The address of a peer such as "ipv4:127.0.0.1:50000", without the port. For IPv6 it is the network. All clients
-    of unix sockets have the same address, "unix"."""
+    """The address of a peer such as "ipv4:127.0.0.1:50000", without the port.
+
+    For IPv6 it is the network. All clients of unix sockets have the same address, "unix".
+    """
     kind, _, rest = peer.partition(":")
     if kind == "ipv4":
         return rest.rpartition(":")[0]

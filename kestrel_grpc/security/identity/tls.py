@@ -1,6 +1,9 @@
-"""TLS of the listeners: reads, checks and renews certificate, key and client authorities. Each new connection checks
-the files for changes. Changed files are read and checked together, and used if they are valid. If they are invalid (a
-renewal is incomplete, a file is truncated), that is logged once and the old ones stay in use."""
+"""TLS of the listeners: reads, checks and renews certificate, key and client authorities.
+
+Each new connection checks the files for changes. Changed files are read and checked together, and used if they are
+valid. If they are invalid (a renewal is incomplete, a file is truncated), that is logged once and the old ones stay in
+use.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,10 @@ def watched_paths(files: TlsFiles) -> list[str]:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A TLS context made from all files. Raises TlsError. gRPC does not report a certificate and key that do not match;
-    every handshake would fail."""
+    """A TLS context made from all files. Raises TlsError.
+
+    gRPC does not report a certificate and key that do not match; every handshake would fail.
+    """
     for path in watched_paths(files):
         _check_regular(path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,5 +1,7 @@
-"""Bearer tokens: makes tokens, and reads the file of tokens and principals. The server holds only hashes of tokens. A
-token has 256 random bits, so a plain SHA-256 is as safe as a slow hash. A slow hash would cost the server's time."""
+"""Bearer tokens: makes tokens, and reads the file of tokens and principals. The server holds only hashes of tokens.
+
+A token has 256 random bits, so a plain SHA-256 is as safe as a slow hash. A slow hash would cost the server's time.
+"""
 
 from __future__ import annotations
 
@@ -92,8 +94,11 @@ def parse_scopes(text: str) -> frozenset[Scope]:
 
 
 def read_credentials(path: str) -> Credentials:
-    """Reads the file of tokens. Raises TokenFileError. A line is NAME SCOPES [weight=W] [minute=TOKENS] [day=TOKENS],
-    and then sha256:HEX or cert:IDENTITY. A line that begins with # is a comment."""
+    """Reads the file of tokens. Raises TokenFileError.
+
+    A line is NAME SCOPES [weight=W] [minute=TOKENS] [day=TOKENS], and then sha256:HEX or cert:IDENTITY. A line that
+    begins with # is a comment.
+    """
     try:
         lines = read_small_file(path, _MOST_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,8 @@
-"""CallImages: the images of one call, from the request to the store. The only request of a call gets the images as they
-are, so the engine prepares them. Several requests share images that are prepared once for each way in which tasks cut
-them."""
+"""CallImages: the images of one call, from the request to the store.
+
+The only request of a call gets the images as they are, so the engine prepares them. Several requests share images that
+are prepared once for each way in which tasks cut them.
+"""
 
 from __future__ import annotations
 

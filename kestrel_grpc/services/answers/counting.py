@@ -1,5 +1,7 @@
 """CountTokens: what the prompts of tasks take of the model's context, and the images of its tower, before they run.
-Each task becomes the same requests of the engine as in its method. The engine makes their prompts and submits none."""
+
+Each task becomes the same requests of the engine as in its method. The engine makes their prompts and submits none.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """StreamFrames: runs the same tasks on every frame of a stream, and drops or simplifies late frames.
+
 edge/request_streams.py reads the stream and makes each frame a call of its own. FrameStream is what the calls of one
-stream share: the config, the frames that are computed, and the one that waits."""
+stream share: the config, the frames that are computed, and the one that waits.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Draws the outline of a segment as a mask of the image, in the requested format. Decides whether a thread draws it.
+
 The SDK's parser and fill draw the mask (svg_path and rasterise in kestrel_client.drawing), so a client that draws the
-path with the SDK gets the same pixels."""
+path with the SDK gets the same pixels.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,11 @@ def _encode(
 
 
 def draw_mask(svg_path: str, box: Box, width: int, height: int) -> np.ndarray:
-    """The filled outline: [height, width] bool. ``svg_path`` is relative to ``box``: (0, 0) is its upper left corner,
-    (1, 1) its lower right one. Raises ValueError for an image of more than MAX_MASK_PIXELS, or an empty one."""
+    """The filled outline: [height, width] bool.
+
+    ``svg_path`` is relative to ``box``: (0, 0) is its upper left corner, (1, 1) its lower right one.
+    Raises ValueError for an image of more than MAX_MASK_PIXELS, or an empty one.
+    """
     if width < 1 or height < 1 or width * height > MAX_MASK_PIXELS:
         raise ValueError(f"{width}x{height} pixels: a mask has 1 to {MAX_MASK_PIXELS}")
     return fill(_outline(svg_path, box, width, height), width, height)
@@ -99,8 +104,10 @@ def mask_png(mask: np.ndarray) -> bytes:
 
 
 def run_lengths(mask: np.ndarray) -> list[int]:
-    """COCO's uncompressed run lengths of [height, width] bool, column by column. The first run counts pixels outside
-    the mask, and may be 0."""
+    """COCO's uncompressed run lengths of [height, width] bool, column by column.
+
+    The first run counts pixels outside the mask, and may be 0.
+    """
     flat = mask.ravel(order="F")
     starts = np.flatnonzero(flat[1:] != flat[:-1]) + 1
     counts = np.diff(np.concatenate(([0], starts, [flat.size]))).tolist()

@@ -1,6 +1,8 @@
-"""LastFrames: the results of the frames that were computed last, for later frames with the same pixels. Only tasks that
-draw no random numbers of their own have the same results again, and only a frame whose tasks have all succeeded is
-kept."""
+"""LastFrames: the results of the frames that were computed last, for later frames with the same pixels.
+
+Only tasks that draw no random numbers of their own have the same results again, and only a frame whose tasks have all
+succeeded is kept.
+"""
 
 from __future__ import annotations
 

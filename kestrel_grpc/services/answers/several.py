@@ -1,5 +1,7 @@
-"""The requests of one call that answer it together: of several names, or of several samples of one question. Owns how
-many of them may wait or run at a time, that all end together, their seeds, and the sum of their results."""
+"""The requests of one call that answer it together: of several names, or of several samples of one question.
+
+Owns how many of them may wait or run at a time, that all end together, their seeds, and the sum of their results.
+"""
 
 from __future__ import annotations
 
@@ -150,8 +152,11 @@ class SequenceTurns:
 
 
 async def all_of(runs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all runs. If one raises, or the call is cancelled, all end. This is no TaskGroup: in Python 3.11,
-    the task of a group that failed looks cancelled from then on, and gRPC sends no status for a cancelled handler."""
+    """The results of all runs. If one raises, or the call is cancelled, all end.
+
+    This is no TaskGroup: in Python 3.11, the task of a group that failed looks cancelled from then on, and gRPC sends
+    no status for a cancelled handler.
+    """
     running = [asyncio.create_task(run) for run in runs]
     try:
         ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,5 +1,7 @@
-"""Messages of kestrel.v1 as values for JSON, in the form that Moondream's own interfaces have. The HTTP and KServe
-adapters share them. Coordinates are numbers in [0, 1]."""
+"""Messages of kestrel.v1 as values for JSON, in the form that Moondream's own interfaces have.
+
+The HTTP and KServe adapters share them. Coordinates are numbers in [0, 1].
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Conversions of RunSkill's messages: arguments, settings and output are google.protobuf.Struct. This module turns a
-Struct into plain Python values."""
+"""Conversions of RunSkill's messages: arguments, settings and output are google.protobuf.Struct.
+
+This module turns a Struct into plain Python values.
+"""
 
 from __future__ import annotations
 

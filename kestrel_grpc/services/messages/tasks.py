@@ -1,5 +1,7 @@
-"""From a task to the requests of the engine that answer it: pure functions without I/O or state. This module does not
-check what the engine checks (ranges, texts, images), so that each rule stands in one place."""
+"""From a task to the requests of the engine that answer it: pure functions without I/O or state.
+
+This module does not check what the engine checks (ranges, texts, images), so that each rule stands in one place.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""RenewedCertificates: tells Envoy which files hold the certificates, again whenever they change. Envoy reads files
-again if its configuration names others. So each change makes new symbolic links. Keys stay where they are. As in the
-servers' own listeners (security/identity/tls.py), the old certificates stay in use if the new ones are invalid."""
+"""RenewedCertificates: tells Envoy which files hold the certificates, again whenever they change.
+
+Envoy reads files again if its configuration names others. So each change makes new symbolic links. Keys stay where they
+are. As in the servers' own listeners (security/identity/tls.py), the old certificates stay in use if the new ones are
+invalid.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Front: runs Envoys, starts one again when it ends, and gives them renewed certificates. The supervisor owns it. Its
-Envoys share the addresses (SO_REUSEPORT). They end with the supervisor, also if SIGKILL ends that one. This module
-imports no gRPC."""
+"""Front: runs Envoys, starts one again when it ends, and gives them renewed certificates.
+
+The supervisor owns it. Its Envoys share the addresses (SO_REUSEPORT). They end with the supervisor, also if SIGKILL
+ends that one. This module imports no gRPC.
+"""
 
 from __future__ import annotations
 

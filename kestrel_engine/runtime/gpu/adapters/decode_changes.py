@@ -1,6 +1,8 @@
-"""DecodeChanges: what the launches of a decode step do for adapters, for each layer. Changes are parts of other
-launches. The LayerNorm before a block multiplies by the A of qkv and fc1. The first GEMM adds their B, and multiplies
-by fc2's A. The LayerNorm after the block adds fc2's B, and the whole change of proj."""
+"""DecodeChanges: what the launches of a decode step do for adapters, for each layer.
+
+Changes are parts of other launches. The LayerNorm before a block multiplies by the A of qkv and fc1. The first GEMM
+adds their B, and multiplies by fc2's A. The LayerNorm after the block adds fc2's B, and the whole change of proj.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""SlabLayout: where each layer's A and B are in a slab (kernels.adapters.slabs), and slabs of loaded adapters. There
-are several kinds of slabs, so that an adapter of the MLPs neither takes memory for attention nor has it read. The names
-of kinds of vision begin as the modules do that they change (`Adapter.changes_tower`)."""
+"""SlabLayout: where each layer's A and B are in a slab (kernels.adapters.slabs), and slabs of loaded adapters.
+
+There are several kinds of slabs, so that an adapter of the MLPs neither takes memory for attention nor has it read. The
+names of kinds of vision begin as the modules do that they change (`Adapter.changes_tower`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Upload: copies an adapter from the host to the device, beside the steps that run there. Copies go in pieces through
-two pinned buffers, on a stream of their own, so that a step's copies never wait for a whole adapter. Memory comes from
-one block that is taken at the start, because the driver may stop all streams while it allocates."""
+"""Upload: copies an adapter from the host to the device, beside the steps that run there.
+
+Copies go in pieces through two pinned buffers, on a stream of their own, so that a step's copies never wait for a whole
+adapter. Memory comes from one block that is taken at the start, because the driver may stop all streams while it
+allocates.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ class BlockAttention:
         cls, device: torch.device, dtype: torch.dtype, *, own: bool = True
     ) -> BlockAttention:
         """Returns the fastest for ``device``; without ``own``, the fastest of torch. Of torch's backends, that is cuDNN
-        if it supports ``dtype``. FlashInfer's fa3 takes a tenth less time, but nvcc compiles it for 81 s."""
+        if it supports ``dtype``.
+
+        FlashInfer's fa3 takes a tenth less time, but nvcc compiles it for 81 s.
+        """
         if device.type != "cuda" or dtype not in DTYPES:
             return cls()
         probe = torch.zeros(1, 8, 3, 1, 64, dtype=dtype, device=device)
@@ -38,8 +41,10 @@ class BlockAttention:
         self, blocks: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> None:
         """Writes the attention output within each block to ``out`` [number * length, H*D], with any row stride.
+
         ``blocks``: the number and the length of the blocks. ``q``, ``k``, ``v``: [number * length, H, D], any row
-        stride."""
+        stride.
+        """
         q, k, v = (x.unflatten(0, blocks) for x in (q, k, v))
         into = out.unflatten(0, blocks).unflatten(2, q.shape[2:])
         kernel = own_kernel(blocks[1], q.shape[-1], q.dtype, q.device) if self.own else None

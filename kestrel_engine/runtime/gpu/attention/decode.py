@@ -107,9 +107,11 @@ class PagedDecode:
 
 
 class FlashInferRows:
-    """FlashInfer's attention, for steps of as many rows as the last plan. There is a wrapper for each number of rows,
-    created at its first use, because a captured graph needs fixed buffers. ``max_pages``: the most pages of one row.
-    Rows of padding read and write the first position of ``spare_page``."""
+    """FlashInfer's attention, for steps of as many rows as the last plan.
+
+    There is a wrapper for each number of rows, created at its first use, because a captured graph needs fixed buffers.
+    ``max_pages``: the most pages of one row. Rows of padding read and write the first position of ``spare_page``.
+    """
 
     def __init__(
         self,
@@ -172,8 +174,11 @@ class FlashInferRows:
 
 
 class PagedPrompts:
-    """Implements `DecodeAttention` for rows that may be tokens of one sequence. Such rows attend to each other, so all
-    keys and values are stored before the first row attends. ``page_table``: [num_seqs, max_pages] int32."""
+    """Implements `DecodeAttention` for rows that may be tokens of one sequence.
+
+    Such rows attend to each other, so all keys and values are stored before the first row attends. ``page_table``:
+    [num_seqs, max_pages] int32.
+    """
 
     def __init__(self, page_table: Tensor, page_size: int) -> None:
         self._page_table, self._page_size = page_table, page_size

@@ -39,8 +39,11 @@ class PlannedText(Protocol):
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
     ) -> None:
-        """Writes the attention output to ``out`` [n, H*D]. ``q``: [n, H, D], the text's queries. ``keys``, ``values``:
-        the layer's pools [num_slots, H, D], with ``scales``."""
+        """Writes the attention output to ``out`` [n, H*D].
+
+        ``q``: [n, H, D], the text's queries. ``keys``, ``values``: the layer's pools [num_slots, H, D], with
+        ``scales``.
+        """
         ...
 
 
@@ -69,8 +72,10 @@ def page_indices(
 
 
 class FlashInfer:
-    """The imported package and its workspace. Raises ConfigError without the package, and for a dtype or device that it
-    does not support."""
+    """The imported package and its workspace.
+
+    Raises ConfigError without the package, and for a dtype or device that it does not support.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "cuda" or dtype not in DTYPES:
@@ -160,7 +165,9 @@ class FlashInferText:
 
 class FlashInferDecode:
     """Attention of one query a row, for a fixed number of rows. A CUDA graph can capture it; plan before each replay.
-    Queries must be rotated, and the new keys and values stored (kernels/attention/rope_store.py)."""
+
+    Queries must be rotated, and the new keys and values stored (kernels/attention/rope_store.py).
+    """
 
     def __init__(
         self,
@@ -209,8 +216,10 @@ class FlashInferDecode:
         )
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Writes the attention output to ``out`` [rows, H*D]. ``q``: [rows, H, D]. ``keys``, ``values``: [num_slots, H,
-        D] of one layer."""
+        """Writes the attention output to ``out`` [rows, H*D].
+
+        ``q``: [rows, H, D]. ``keys``, ``values``: [num_slots, H, D] of one layer.
+        """
         pools = _paged(keys, self._page_size), _paged(values, self._page_size)
         _run(self._wrapper, q, (pools,), out)
 

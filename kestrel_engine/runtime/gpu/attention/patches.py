@@ -44,7 +44,9 @@ BATCHES: tuple[int, ...] = (*range(1, 11), *range(12, 21, 2), *range(24, 65, 4))
 
 class CropAttention:
     """Unmasked attention of [n, patches, 3, heads, head_dim] (queries, keys, values), n up to the last of `BATCHES`.
-    cuDNN keeps its plans by thread, so the thread that encodes must also warm up."""
+
+    cuDNN keeps its plans by thread, so the thread that encodes must also warm up.
+    """
 
     def __init__(
         self, patches: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device

@@ -31,9 +31,12 @@ MAX_GATHERED = 16384
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The library of each kind of attention. ``text``: FlashInfer's, for passes that are not captured; None for torch.
-    ``own_blocks``: of images, in captured passes too. ``captures``: passes that fit may run captured, with our own
-    kernel for the text. ``decode``: FlashInfer for decode steps; None for our own kernel."""
+    """The library of each kind of attention.
+
+    ``text``: FlashInfer's, for passes that are not captured; None for torch. ``own_blocks``: of images, in captured
+    passes too. ``captures``: passes that fit may run captured, with our own kernel for the text. ``decode``: FlashInfer
+    for decode steps; None for our own kernel.
+    """
 
     text: FlashInferText | None = None
     own_blocks: BlockAttention = field(default_factory=BlockAttention)
@@ -103,8 +106,10 @@ class PrefillAttention:
                 self._text = GatheredText(batch.text, page_size, key_pool.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        """Writes the attention output to ``out`` [T, H*D] and returns it. ``q``, ``k``, ``v``: [T, H, D], rotated. The
-        KV cache holds k and v already. All may have any row stride."""
+        """Writes the attention output to ``out`` [T, H*D] and returns it.
+
+        ``q``, ``k``, ``v``: [T, H, D], rotated. The KV cache holds k and v already. All may have any row stride.
+        """
         split = self._block_tokens
         if split:
             blocks = self._num_blocks, self._length

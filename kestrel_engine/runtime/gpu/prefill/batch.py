@@ -1,6 +1,8 @@
-"""Converts rows of prompt tokens to the arrays of one prefill pass, on the host with numpy. The flat batch starts with
-all image prefixes (BOS and image, which attend in both directions), block by block, so that their attention needs no
-gathering. The other tokens of all rows follow, row by row: text, and images later in a prompt."""
+"""Converts rows of prompt tokens to the arrays of one prefill pass, on the host with numpy.
+
+The flat batch starts with all image prefixes (BOS and image, which attend in both directions), block by block, so that
+their attention needs no gathering. The other tokens of all rows follow, row by row: text, and images later in a prompt.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,10 @@ class PrefillBatch:
 
 
 def prefill_batch(rows: Sequence[Row], page_size: int, block_length: int) -> PrefillBatch:
-    """Builds the arrays for ``rows``. ``block_length``: the positions of the model's image prefix. Raises
-    AssertionError for rows that violate the contract of StepPlan."""
+    """Builds the arrays for ``rows``. ``block_length``: the positions of the model's image prefix.
+
+    Raises AssertionError for rows that violate the contract of StepPlan.
+    """
     images = [_image(row, block_length) for row in rows]
     keys = tuple(image.key for image in images if image is not None)
     ids: list[int] = [0] * (len(keys) * block_length)

@@ -55,7 +55,9 @@ class PassShape(NamedTuple):
 
 def tiles_of(batch: PrefillBatch, seqs: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """Returns the tiles of `paged_text` for the batch's text. Their row indices count from the first text token.
-    ``seqs``: for each row of the pass, the row of its sequence in the page table."""
+
+    ``seqs``: for each row of the pass, the row of its sequence in the page table.
+    """
     tiles = []
     begin = len(batch.blocks) * batch.block_length
     for part in batch.text:
@@ -122,8 +124,10 @@ class PrefillGraphs:
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
 
     def shape(self, batch: PrefillBatch, tiles: int, *, adapters: bool = False) -> PassShape | None:
-        """Returns the smallest captured pass for ``batch`` with ``tiles`` tiles; None if there is none. A captured pass
-        has no image later in a prompt, because its text attends causally."""
+        """Returns the smallest captured pass for ``batch`` with ``tiles`` tiles; None if there is none.
+
+        A captured pass has no image later in a prompt, because its text attends causally.
+        """
         if any(part.image is not None for part in batch.text):
             return None
         blocks, text = len(batch.blocks), sum(part.count for part in batch.text)
@@ -147,8 +151,11 @@ class PrefillGraphs:
         adapters: Sequence[Adapter | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """Enqueues the copy of the pass's inputs to the device. ``adapters``: those of the rows, for a shape with
-        adapters. Returns the buffer [num_tokens, dim] that the caller fills with the batch's embeddings before `run`,
-        and the ids [text tokens] int64 on the device."""
+        adapters.
+
+        Returns the buffer [num_tokens, dim] that the caller fills with the batch's embeddings before `run`, and the ids
+        [text tokens] int64 on the device.
+        """
         count, rows = batch.num_tokens, len(batch.last)
         begin = len(batch.blocks) * batch.block_length
         total = shape.num_blocks * self._length + shape.text_rows
@@ -172,7 +179,10 @@ class PrefillGraphs:
 
     def run(self, shape: PassShape, num_rows: int, *, leave_room: bool = False) -> Tensor:
         """Runs a captured pass and returns [num_rows, dim], the beginning of `hidden`. ``leave_room``: the pass that
-        leaves room, where that exists. The result is valid until the next pass."""
+        leaves room, where that exists.
+
+        The result is valid until the next pass.
+        """
         graph = self._graphs.get(shape._replace(with_room=leave_room)) or self._graphs.get(shape)
         if graph is None:
             self._body(shape)

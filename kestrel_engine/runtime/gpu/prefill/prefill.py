@@ -1,6 +1,8 @@
-"""Prefill: computes the hidden states at the ends of prompt rows, with a captured pass if one fits. Long prompts and
-large groups run without a graph, kernel by kernel. For a few tokens, launching the kernels takes the host longer than
-the device computes."""
+"""Prefill: computes the hidden states at the ends of prompt rows, with a captured pass if one fits.
+
+Long prompts and large groups run without a graph, kernel by kernel. For a few tokens, launching the kernels takes the
+host longer than the device computes.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,11 @@ class Prefill:
     def run(
         self, rows: Sequence[Row], seqs: Sequence[int] | None, *, leave_room: bool = False
     ) -> Tensor:
-        """Runs one pass and returns [num_rows, dim], the residual stream at each row's last position. ``seqs``: the
-        rows' indices in the device's page table, which holds their pages; None for a pass without a graph.
-        ``leave_room``: as in StepPlan. The result is valid until the next pass."""
+        """Runs one pass and returns [num_rows, dim], the residual stream at each row's last position.
+
+        ``seqs``: the rows' indices in the device's page table, which holds their pages; None for a pass without a
+        graph. ``leave_room``: as in StepPlan. The result is valid until the next pass.
+        """
         batch = prefill_batch(rows, self._cache.page_size, self._config.image_prefix)
         adapters = [row.adapter for row in rows]
         has_adapters = any(adapters)
@@ -180,9 +184,12 @@ def row_size(row: Row) -> tuple[int, int]:
 def captured_passes(
     rows: Sequence[Row], block_length: int, *, max_blocks: int, max_text: int
 ) -> Iterator[list[Row]]:
-    """Groups rows, in order, into as few groups as possible. A group has at most ``max_blocks`` image prefixes of
-    ``block_length`` positions and at most ``max_text`` other positions. A row that exceeds these limits is a group of
-    its own. Blocks are distributed evenly, because a single block runs at half the speed of four blocks."""
+    """Groups rows, in order, into as few groups as possible.
+
+    A group has at most ``max_blocks`` image prefixes of ``block_length`` positions and at most ``max_text`` other
+    positions. A row that exceeds these limits is a group of its own. Blocks are distributed evenly, because a single
+    block runs at half the speed of four blocks.
+    """
     blocks = sum(row_size(row)[0] for row in rows)
     even = math.ceil(blocks / max(1, math.ceil(blocks / max_blocks)))
     group: list[Row] = []

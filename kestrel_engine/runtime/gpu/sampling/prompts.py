@@ -1,6 +1,8 @@
-"""PromptSampler: samples the first tokens of sequences, after a prefill pass. Sampling a few rows takes the device 0.1
-ms, and the host longer than that to launch its kernels. So it is captured for the fixed buffer in which captured
-prefill passes leave their results."""
+"""PromptSampler: samples the first tokens of sequences, after a prefill pass.
+
+Sampling a few rows takes the device 0.1 ms, and the host longer than that to launch its kernels. So it is captured for
+the fixed buffer in which captured prefill passes leave their results.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,11 @@ class PromptSampler:
         self, rows: Sequence[Row], seqs: Sequence[int], hidden: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Samples a token for each row. Returns the results on the device: [len(rows), RESULT_WIDTH] int32, and the
-        likeliest ids as `RowSampler.tops` does. ``seqs``: the rows' indices of sequences. ``hidden``: [len(rows), dim],
-        the residual stream before ``post_ln``. The results are valid until the next run."""
+        likeliest ids as `RowSampler.tops` does.
+
+        ``seqs``: the rows' indices of sequences. ``hidden``: [len(rows), dim], the residual stream before ``post_ln``.
+        The results are valid until the next run.
+        """
         count, sampler = len(rows), self._sampler
         graphs = self._graphs_for(hidden)
         padded = count if graphs is None else graphs.padded(count)

@@ -85,9 +85,11 @@ class SampleHead:
         *,
         normed: Tensor | None = None,
     ) -> None:
-        """Samples a token for each row and fills ``results``. ``hidden``: [num_rows, dim], the residual stream before
-        ``post_ln``. ``normed``: the same after ``post_ln``, if the caller has it. ``rows``: the device arrays of a
-        RowBuffers."""
+        """Samples a token for each row and fills ``results``.
+
+        ``hidden``: [num_rows, dim], the residual stream before ``post_ln``. ``normed``: the same after ``post_ln``, if
+        the caller has it. ``rows``: the device arrays of a RowBuffers.
+        """
         n = variant.num_rows
         sample_rows(
             self._text.logits(hidden, normed=normed, out=self.logits[:n]),
@@ -113,8 +115,11 @@ class SampleHead:
             self._tops[row] = torch.from_numpy(encode_top(drawn.top))
 
     def tops(self, rows: Mapping[str, Tensor], count: int) -> Tensor:
-        """Returns the likeliest ids of the first ``count`` rows of the last pass: [count, TOP_WIDTH] int32. The pass
-        may have been captured: its logits are at a fixed address. Only the rows whose rules ask for ids are filled."""
+        """Returns the likeliest ids of the first ``count`` rows of the last pass: [count, TOP_WIDTH] int32.
+
+        The pass may have been captured: its logits are at a fixed address. Only the rows whose rules ask for ids are
+        filled.
+        """
         found = self._tops[:count]
         likeliest(
             self.logits[:count],
@@ -184,9 +189,11 @@ class RowSampler:
     def encode(
         self, rows: Sequence[Row], host: dict[str, np.ndarray], padded: int, *, spatial: bool
     ) -> Variant:
-        """Fills the rule fields of ``padded`` rows of ``host`` and returns the variant of the pass. ``host``: from
-        ``rows.host()``, with ``seqs`` filled for ``rows``. ``spatial``: an input token may be a coordinate or a
-        size."""
+        """Fills the rule fields of ``padded`` rows of ``host`` and returns the variant of the pass.
+
+        ``host``: from ``rows.host()``, with ``seqs`` filled for ``rows``. ``spatial``: an input token may be a
+        coordinate or a size.
+        """
         specs = [spec_of(row) for row in rows]
         self._odd = self._rules.encode(specs, host, padded)
         self._send_masks(host)
@@ -223,8 +230,10 @@ class RowSampler:
         self.redraw(hidden, variant)
 
     def redraw(self, hidden: Tensor, variant: Variant) -> None:
-        """Replaces the tokens that the kernels cannot draw, after a pass that may have been captured. ``hidden``,
-        ``variant``: of that pass."""
+        """Replaces the tokens that the kernels cannot draw, after a pass that may have been captured.
+
+        ``hidden``, ``variant``: of that pass.
+        """
         if not self._odd:
             return
         logits = self.head.logits[self._odd].float()

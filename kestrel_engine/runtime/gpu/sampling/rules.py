@@ -1,5 +1,7 @@
 """Encodes SampleSpecs as the rows of numbers that the sampling kernel reads, and decodes its results to StepTokens.
-Rules are few and repeat from step to step, so each rule is encoded once and its row is copied."""
+
+Rules are few and repeat from step to step, so each rule is encoded once and its row is copied.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ def fits(rule: TokenRule) -> bool:
 
 
 def with_mask(rule: TokenRule, vocab_size: int) -> tuple[TokenRule, bytes | None]:
-    """Returns a rule that fits and a mask, which together forbid what ``rule`` forbids. The mask may be None. Raises
-    AssertionError if the rule allows ids, but suppresses all of them."""
+    """Returns a rule that fits and a mask, which together forbid what ``rule`` forbids. The mask may be None.
+
+    Raises AssertionError if the rule allows ids, but suppresses all of them.
+    """
     if fits(rule):
         return (rule, None) if rule.mask is None else (replace(rule, mask=None), rule.mask)
     assert rule.allowed is None or set(rule.allowed) - set(rule.suppressed), (
@@ -194,9 +198,11 @@ class RuleEncoder:
 def decode_results(
     results: Tensor, specs: Sequence[SampleSpec], config: ModelConfig, tops: Tensor | None = None
 ) -> list[StepToken | None]:
-    """Decodes ``results`` [len(specs), RESULT_WIDTH] int32 on the host, which `kernels.decode_io.keep_rows` writes. A
-    row that is not finite becomes None. ``tops``: [len(specs), TOP_WIDTH] int32, the likeliest ids of the rows whose
-    rules ask for them (SampleHead); None if no rule does."""
+    """Decodes ``results`` [len(specs), RESULT_WIDTH] int32 on the host, which `kernels.decode_io.keep_rows` writes.
+
+    A row that is not finite becomes None. ``tops``: [len(specs), TOP_WIDTH] int32, the likeliest ids of the rows whose
+    rules ask for them (SampleHead); None if no rule does.
+    """
     assert len(results) == len(specs), (len(results), len(specs))
     numbers = results.numpy()
     logprobs = results.view(torch.float32).numpy()[:, 2].tolist()

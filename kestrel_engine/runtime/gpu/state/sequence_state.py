@@ -1,5 +1,7 @@
-"""SequenceState: the page table and the last sampled token of each running sequence, on the device. A sequence has an
-index into both. Only changed entries of a page table are copied to the device."""
+"""SequenceState: the page table and the last sampled token of each running sequence, on the device.
+
+A sequence has an index into both. Only changed entries of a page table are copied to the device.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,10 @@ class SequenceState:
 
     def assign(self, rows: Sequence[Row], step_id: int, *, hold: bool = False) -> list[int]:
         """Returns the sequence index of each row of a prompt. Enqueues the copy of page table entries that the device
-        lacks. ``hold``: no other sequence gets these indices before `unhold`."""
+        lacks.
+
+        ``hold``: no other sequence gets these indices before `unhold`.
+        """
         updates = TableUpdates()
         seqs = [self._indices.assign(row, step_id, updates) for row in rows]
         if hold:

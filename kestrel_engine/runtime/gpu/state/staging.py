@@ -1,6 +1,8 @@
 """Copies between host and device: arrays to the device in one copy from pinned memory, results back to pinned memory.
+
 Rings of buffers hold more buffers than there can be steps in flight, so a copy never reads an overwritten buffer. On a
-CPU device, memory is not pinned."""
+CPU device, memory is not pinned.
+"""
 
 from __future__ import annotations
 
@@ -117,8 +119,10 @@ class Field:
 
 
 class RowBuffers:
-    """Fixed arrays of ``max_rows`` rows on the device, for captured graphs, which one copy from the host fills. The
-    arrays follow one another, the widest dtype first, so that each array is aligned."""
+    """Fixed arrays of ``max_rows`` rows on the device, for captured graphs, which one copy from the host fills.
+
+    The arrays follow one another, the widest dtype first, so that each array is aligned.
+    """
 
     def __init__(self, fields: Mapping[str, Field], max_rows: int, device: torch.device) -> None:
         self._layout: dict[str, tuple[Field, int, int]] = {}

@@ -226,8 +226,10 @@ class DecodePass:
         routed: Tensor,
         turn: int,
     ) -> Tensor:
-        """Starts the experts of the next layer on the second stream and returns their outputs [k, M, dim]. ``summand``:
-        the first arguments of the LayerNorm in front of them. ``routed``: [M, dim], for its result."""
+        """Starts the experts of the next layer on the second stream and returns their outputs [k, M, dim].
+
+        ``summand``: the first arguments of the LayerNorm in front of them. ``routed``: [M, dim], for its result.
+        """
         rows, k = len(routed), moe.experts_per_token
         weights_and_experts = self._routing(rows, k)
         with self._on_side_stream():
@@ -255,9 +257,11 @@ class DecodePass:
         turn: int,
         expert_output: Tensor | None,
     ) -> list[Tensor]:
-        """Returns tensors whose sum is the block's output, without its biases. ``read``: for the result of the first
-        GEMM. ``narrow``: the weights in FP8, if the step reads them. ``turn``: which of two buffers takes the output.
-        ``expert_output``: that of experts which have begun."""
+        """Returns tensors whose sum is the block's output, without its biases.
+
+        ``read``: for the result of the first GEMM. ``narrow``: the weights in FP8, if the step reads them. ``turn``:
+        which of two buffers takes the output. ``expert_output``: that of experts which have begun.
+        """
         dim, moe = self._config.dim, layer.moe
         attended, hidden = self._attended_and_hidden(read)
 
@@ -300,8 +304,10 @@ class DecodePass:
 
     def _attended_and_hidden(self, read: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the output of attention [M, dim] and what follows it in the result of the layer's first GEMM.
+
         Attention overwrites the values v with its output, each head after its last read. So the output is next to the
-        MLP's hidden layer, and both form one operand."""
+        MLP's hidden layer, and both form one operand.
+        """
         dim = self._config.dim
         return read[:, 2 * dim : 3 * dim], read[:, 3 * dim :]
 
@@ -325,8 +331,10 @@ class DecodePass:
         *,
         gelu_from: int | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Writes ``reads`` of ``u`` to ``out``, whose first columns are q, k and v. Returns tau's raw content (or its
-        partial sums) and alpha, or None without tau attention."""
+        """Writes ``reads`` of ``u`` to ``out``, whose first columns are q, k and v.
+
+        Returns tau's raw content (or its partial sums) and alpha, or None without tau attention.
+        """
         if layer.tau is None:
             self._linear(layer, u, reads, out, adapters, gelu_from=gelu_from)
             return None

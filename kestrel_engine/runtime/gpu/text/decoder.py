@@ -1,5 +1,7 @@
-"""The text decoder in few launches. It computes the same as `models.text.TextModel`, for prefill and for decode. It
-works on a flat batch of tokens and the paged KV cache. Both passes overwrite their input, the residual stream."""
+"""The text decoder in few launches. It computes the same as `models.text.TextModel`, for prefill and for decode.
+
+It works on a flat batch of tokens and the paged KV cache. Both passes overwrite their input, the residual stream.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,19 @@ class TokenAttention(Protocol):
     """Attention of one prefill pass, after its keys and values are stored in the KV cache."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> object:
-        """Writes the attention output to ``out`` [T, dim]. ``q``, ``k``, ``v``: [T, heads, head_dim], rotated, with any
-        row stride."""
+        """Writes the attention output to ``out`` [T, dim].
+
+        ``q``, ``k``, ``v``: [T, heads, head_dim], rotated, with any row stride.
+        """
         ...
 
 
 class FusedText:
-    """The text decoder. ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of
-    the computation; experts may be in FP8. Raises ConfigError for shapes that do not support FP8."""
+    """The text decoder.
+
+    ``tensors``: a packed checkpoint (`weights.pack_weights`), in the dtype and on the device of the computation;
+    experts may be in FP8. Raises ConfigError for shapes that do not support FP8.
+    """
 
     def __init__(self, config: TextConfig, tensors: Tensors, options: TextOptions) -> None:
         self.config, self._options = config, options
@@ -228,7 +235,9 @@ class FusedText:
         self, attention: DecodeAttention, *, max_rows: int, page_size: int
     ) -> DecodePass:
         """Returns a pass of its own buffers for up to ``max_rows`` prompt tokens, in the launches of a decode step.
-        ``attention``: stores the keys and values of all rows, then attends."""
+
+        ``attention``: stores the keys and values of all rows, then attends.
+        """
         return self._pass(
             replace(
                 self._options,
@@ -247,8 +256,10 @@ class FusedText:
     def logits(
         self, hidden: Tensor, *, normed: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Returns the logits [n, vocab], in the model's dtype, of ``hidden`` [n, dim], the residual stream. ``normed``:
-        ``post_ln`` of ``hidden``, if the caller has it. ``out``: where to write them; None to allocate."""
+        """Returns the logits [n, vocab], in the model's dtype, of ``hidden`` [n, dim], the residual stream.
+
+        ``normed``: ``post_ln`` of ``hidden``, if the caller has it. ``out``: where to write them; None to allocate.
+        """
         if normed is None:
             normed = layer_norm(hidden, self._post_ln.weight, self._post_ln.bias, pending=None)
         if len(normed) <= SKINNY_LOGITS:

@@ -63,8 +63,10 @@ class Fp8Products:
 
     @classmethod
     def of(cls, layer: TextLayer, *, decode: bool = False) -> Fp8Products:
-        """Rounds the weights of ``layer``. ``decode``: also those that only decode steps read. Raises ConfigError for
-        shapes that do not support FP8."""
+        """Rounds the weights of ``layer``. ``decode``: also those that only decode steps read.
+
+        Raises ConfigError for shapes that do not support FP8.
+        """
         if layer.fc1 is None:
             qkv = Fp8Linear.of(layer.qkv.weight, layer.qkv.bias)
             return cls(qkv, qkv, None, Fp8Linear.of(layer.proj.weight) if decode else None)
@@ -75,8 +77,10 @@ class Fp8Products:
 def load_layers(
     config: TextConfig, tensors: Tensors, kv_scales: Sequence[Scales] | None
 ) -> tuple[list[TextLayer], Tensor]:
-    """Returns the blocks of a packed checkpoint, and the sum [dim] float32 of all their biases. ``kv_scales``: the
-    scales of each layer for an FP8 KV cache."""
+    """Returns the blocks of a packed checkpoint, and the sum [dim] float32 of all their biases.
+
+    ``kv_scales``: the scales of each layer for an FP8 KV cache.
+    """
     output_bias = [
         _output_bias(tensors, f"text.blocks.{index}") for index in range(config.n_layers)
     ]

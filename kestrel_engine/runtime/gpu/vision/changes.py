@@ -1,6 +1,8 @@
-"""VisionChanges: what adapters change in the passes of the vision tower and of the projector. A crop has the adapter of
-its image. The kernels are those of prompts (kernels.adapters.rows), with patches for tokens. The patches of a crop are
-adjacent, so a tile of rows has one adapter, or two."""
+"""VisionChanges: what adapters change in the passes of the vision tower and of the projector.
+
+A crop has the adapter of its image. The kernels are those of prompts (kernels.adapters.rows), with patches for tokens.
+The patches of a crop are adjacent, so a tile of rows has one adapter, or two.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""CropGraphs: captured graphs that make the crops of an image that comes alone, one graph for each size of image. While
-nothing else is asked of the server, the device waits for these launches."""
+"""CropGraphs: captured graphs that make the crops of an image that comes alone, one graph for each size of image.
+
+While nothing else is asked of the server, the device waits for these launches.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ class CropGraph:
 
 class CropGraphs:
     """Owns the graphs, and the arena and crops that all of them use. A size is captured when it comes for the second
-    time, so that a size that comes once costs nothing. All work is enqueued on one stream, so an image is not
-    overwritten before its crops are made."""
+    time, so that a size that comes once costs nothing.
+
+    All work is enqueued on one stream, so an image is not overwritten before its crops are made.
+    """
 
     def __init__(
         self,

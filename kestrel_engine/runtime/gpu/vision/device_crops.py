@@ -1,6 +1,8 @@
-"""DeviceCrops: makes the crops of images on the device, byte for byte equal to those that libvips makes on the CPU. A
-group of images needs one copy of pixels for each image, one copy of tables, and at most four launches. These launches
-are captured for an image that is alone and of a size that has come before. Nothing waits for the device."""
+"""DeviceCrops: makes the crops of images on the device, byte for byte equal to those that libvips makes on the CPU.
+
+A group of images needs one copy of pixels for each image, one copy of tables, and at most four launches. These launches
+are captured for an image that is alone and of a size that has come before. Nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class DeviceCrops:
 
     def __call__(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         """Returns the distinct crops [n, S, S, 3] uint8 of each image, contiguous, made from its ``pixels``.
-        ARENA_BYTES bounds the device memory beside the crops."""
+
+        ARENA_BYTES bounds the device memory beside the crops.
+        """
         found: list[Tensor] = []
         for group in self.groups(images):
             found += self._make(group)

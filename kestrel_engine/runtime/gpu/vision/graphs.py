@@ -1,5 +1,7 @@
 """VisionGraphs: captured CUDA graphs of the vision tower's pass, one for each number of crops, others with adapters.
-Without a graph, a pass is some 190 launches, each of which releases the GIL and acquires it again."""
+
+Without a graph, a pass is some 190 launches, each of which releases the GIL and acquires it again.
+"""
 
 from __future__ import annotations
 
