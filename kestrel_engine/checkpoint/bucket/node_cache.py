@@ -1,8 +1,9 @@
 """NodeCache: models of buckets on the disk of a node, which its processes and containers share.
 
 A model's folder is named after the SHA-256 of its SHA256SUMS, so it never changes. It gets this name, by one rename,
-only when all its files have arrived and have the right SHA-256. So whoever sees the folder may use it without a right
-to write. The next process resumes an interrupted download. A process uses a model, whose files it maps, until it ends.
+only when all its files have arrived and have the right SHA-256. A process that sees the folder may use it, also without
+a right to write. The next process resumes an interrupted download. A process uses a model, whose files it maps,
+until it ends.
 """
 
 from __future__ import annotations

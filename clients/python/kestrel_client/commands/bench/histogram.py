@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _LEAST_S, MOST_S = 1e-6, 1e5
-"""The shortest time that is told from 0, and the longest time, 28 hours. A longer one is recorded as this."""
+"""The least time above 0, and the longest time, 28 hours. A longer time counts as the longest."""
 _GROWTH = math.log(1.004)
 
 
