@@ -29,7 +29,7 @@ class BlockAttention:
         """Returns the fastest for ``device``; without ``own``, the fastest of torch. Of torch's backends, that is cuDNN
         if it supports ``dtype``.
 
-        FlashInfer's fa3 takes a tenth less time, but nvcc compiles it for 81 s.
+        FlashInfer's fa3 took 6 to 24 % less time on an H100, by the number of blocks, but nvcc compiles it for 81 s.
         """
         if device.type != "cuda" or dtype not in DTYPES:
             return cls()
