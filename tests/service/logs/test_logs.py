@@ -236,8 +236,6 @@ def test_a_session_logs_no_secret_and_writes_no_file(tmp_path):
         "KESTREL_DRAIN_DELAY": "0",
     }
     environment |= {"OTEL_TRACES_EXPORTER": "console", "HOME": str(tmp_path)}
-    # A file that comes and goes leaves its mark on the folder.
-    before = folder.stat().st_mtime_ns
     flags = ("--listen", "127.0.0.1:0", "--log-level", "debug", "--log-format", "json")
     with (tmp_path / "log").open("wb") as log:
         process = ForkedProcess(
@@ -247,6 +245,9 @@ def test_a_session_logs_no_secret_and_writes_no_file(tmp_path):
     try:
         ready = process.stdout.readline()
         target = ready.split("listening on ")[1].split(",")[0]
+        # At the start, the server tries whether the folder can be written. Later, a file that comes and goes leaves its
+        # mark on the folder.
+        before = folder.stat().st_mtime_ns
         session(target, away)
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=60)
