@@ -1,4 +1,4 @@
-"""Verifies a model's files: checksums, names and shapes of tensors, and values. See also known_answers.py."""
+"""Verifies a model's files: checksums, names and shapes of tensors, and values. See also acceptance.py."""
 
 from __future__ import annotations
 

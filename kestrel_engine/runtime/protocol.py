@@ -1,4 +1,4 @@
-"""The interface of a runtime, which executes steps on a device. ``fake.py`` implements it without a device."""
+"""The interface of a runtime, which executes steps on a device. tests/fake_runtime.py implements it without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a connection: address, TLS, token, limits, retries. channel.py and async_channel.py open it."""
+"""The settings of a connection: address, TLS, token, limits, retries. Each kind of client opens it in ``channel.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches images from http(s) addresses. The client does this, because a server never fetches anything."""
+"""Fetches images from http(s) addresses. The client does this: a server fetches only from hosts that its operator allows."""
 
 from __future__ import annotations
 
