@@ -1,7 +1,7 @@
 """The confinement of processes that work on untrusted bytes: image decoders and the compiler of constraints.
 
-A process imports, opens and allocates everything, then confines itself (``steps.py``), and only then reads the first
-untrusted byte. This package imports nothing but the standard library.
+A process imports, opens and allocates everything, then confines itself (``own_confinement.py``), and only then reads
+the first untrusted byte. This package imports nothing but the standard library.
 """
 
 MODES = ("auto", "require", "off")

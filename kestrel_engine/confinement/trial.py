@@ -10,7 +10,7 @@ import sys
 
 from ..errors import ConfigError
 from . import children
-from .steps import Confinement, confine, leave_surroundings
+from .own_confinement import Confinement, confine, leave_surroundings
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..confinement.steps import hide_memory
+from ..confinement.own_confinement import hide_memory
 from ..lazy import lazily
 from .finding import Finding
 

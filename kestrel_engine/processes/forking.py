@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ..confinement.steps import close_all_but, confine, leave_surroundings, next_call
+from ..confinement.own_confinement import close_all_but, confine, leave_surroundings, next_call
 from .lines import Line
 
 LOAD, FORK, KILL = "load", "fork", "kill"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ... import errors
-from ...confinement import calls
+from ...confinement import system_calls
 from ...errors import (
     EngineOverloaded,
     ImageDecodeError,
@@ -131,7 +131,7 @@ def _check_key(key: Any) -> str:
 def refused_call(message: dict[str, Any]) -> str:
     """What ended a decoder with SIGSYS, from its last ``message``."""
     number = message.get("call")
-    known = f" {calls.name_of(number)}" if isinstance(number, int) else ""
+    known = f" {system_calls.name_of(number)}" if isinstance(number, int) else ""
     return f"it made the system call{known}, which is not allowed (docs/run/security.md)"
 
 

@@ -14,7 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 
-from kestrel_engine.confinement import steps
+from kestrel_engine.confinement import own_confinement
 from kestrel_engine.confinement.own_memory import open_count
 from kestrel_engine.processes import Fork
 
@@ -383,9 +383,9 @@ def main(fork: Fork) -> None:
     """In place of a decoder. Does what the message on the line names, and reports what became of it."""
     wall = fork.job["wall"]
     if wall in ("landlock", "namespaces"):
-        steps._restrict_calls = lambda reports: (False, -1)  # type: ignore[assignment]
+        own_confinement._restrict_calls = lambda reports: (False, -1)  # type: ignore[assignment]
     if wall in ("seccomp", "namespaces"):
-        steps._restrict_files = lambda: 0  # type: ignore[assignment]
+        own_confinement._restrict_files = lambda: 0  # type: ignore[assignment]
     if wall in ("seccomp", "landlock"):
         fork.job["confine"] = "auto"  # The template has not made namespaces.
     memory = open_count()

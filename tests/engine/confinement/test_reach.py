@@ -9,8 +9,8 @@ import pytest
 
 from kestrel_engine import InferenceEngine, ModelLoadError, RuntimeConfig
 from kestrel_engine.confinement import trial
-from kestrel_engine.confinement.calls import name_of
-from kestrel_engine.confinement.steps import Confinement
+from kestrel_engine.confinement.own_confinement import Confinement
+from kestrel_engine.confinement.system_calls import name_of
 from kestrel_engine.errors import ConfigError
 from kestrel_engine.maintenance import Finding
 from kestrel_engine.maintenance.device import check_confinement
@@ -109,7 +109,7 @@ def test_the_report_of_a_call_names_it(reach, confined):
 
 _HIDDEN = """
 import os, sys
-from kestrel_engine.confinement.steps import hide_memory
+from kestrel_engine.confinement.own_confinement import hide_memory
 if os.getuid() == 0:  # Root may read all.
     os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
 if sys.argv[1] == "hidden":
@@ -160,15 +160,15 @@ def test_a_machine_that_lacks_it_is_told_and_required_confinement_refuses(monkey
 
 _CONTAINER = """
 import ctypes, platform, struct, sys
-from kestrel_engine.confinement import calls, steps, trial
+from kestrel_engine.confinement import own_confinement, system_calls, trial
 rules = [(0x20, 0, 0, 0)]
 for name in sys.argv[1:]:
-    rules += [(0x15, 0, 1, calls.NUMBERS[name]), (0x06, 0, 0, 0x00050001)]
+    rules += [(0x15, 0, 1, system_calls.NUMBERS[name]), (0x06, 0, 0, 0x00050001)]
 rules.append((0x06, 0, 0, 0x7FFF0000))
 program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
-steps._call("prctl", 38, 1, 0, 0, 0)
+own_confinement._call("prctl", 38, 1, 0, 0, 0)
 header = struct.pack("=HxxxxxxQ", len(rules), ctypes.addressof(program))
-steps._call("syscall", steps._SECCOMP[platform.machine()], 1, 0, header)
+own_confinement._call("syscall", own_confinement._SECCOMP[platform.machine()], 1, 0, header)
 print(trial.check("require"))
 """
 
@@ -183,11 +183,11 @@ def test_it_works_within_the_filter_of_a_container_or_a_unit(confined, refused):
 
 _LARGE = """
 import os
-from kestrel_engine.confinement import steps
+from kestrel_engine.confinement import own_confinement
 segment = os.memfd_create("segment")
-steps._bound(2**20)
-os.ftruncate(segment, 2**20 + steps._SPARE_BYTES)
-os.ftruncate(segment, 2**20 + steps._SPARE_BYTES + 1)
+own_confinement._bound(2**20)
+os.ftruncate(segment, 2**20 + own_confinement._SPARE_BYTES)
+os.ftruncate(segment, 2**20 + own_confinement._SPARE_BYTES + 1)
 """
 
 

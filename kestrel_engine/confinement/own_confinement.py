@@ -1,4 +1,4 @@
-"""The steps by which a process confines itself. They can't be undone.
+"""How a process confines itself, in steps that can't be undone.
 
 ``leave_surroundings`` may come before forks, as the namespaces hold for all children. ``confine`` is for the process
 that works on untrusted bytes. What the kernel does not offer is left out, and `Confinement` says so.
@@ -16,7 +16,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
-from . import calls
+from . import system_calls
 from .own_memory import open_count, read_count
 
 _SPARE_BYTES = 256 * 2**20
@@ -178,13 +178,13 @@ def landlock_version() -> int:
 
 def _restrict_calls(reports: bool) -> tuple[bool, int]:
     """Returns whether the filter holds, and the descriptor of its notices or -1."""
-    if not calls.is_known_machine():
+    if not system_calls.is_known_machine():
         return False, -1
     # Kernels before 5.0 give no notices, and a container that has asked for them itself gets no more.
-    for otherwise, flags in ((calls.NOTIFY, _NEW_LISTENER), (calls.KILL, 0)):
-        if otherwise == calls.NOTIFY and not reports:
+    for otherwise, flags in ((system_calls.NOTIFY, _NEW_LISTENER), (system_calls.KILL, 0)):
+        if otherwise == system_calls.NOTIFY and not reports:
             continue
-        program = calls.program(os.getpid(), otherwise)
+        program = system_calls.program(os.getpid(), otherwise)
         memory = ctypes.create_string_buffer(program)
         header = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(memory))
         try:
