@@ -20,7 +20,7 @@ from kestrel_client import (
     QueryTask,
     SegmentTask,
 )
-from kestrel_client.calls.batches import gather_bounded, run_bounded
+from kestrel_client.calls.mapping import gather_bounded, run_bounded
 
 IMAGE = np.zeros((4, 8, 3), np.uint8)
 

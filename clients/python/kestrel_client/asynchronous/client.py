@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
-from ..calls.batches import Progress, gather_bounded
 from ..calls.frames import AsyncFrames, AsyncFrameSource
+from ..calls.mapping import Progress, gather_bounded
 from ..calls.requests.options import (
     CallOptions,
     CaptionLength,

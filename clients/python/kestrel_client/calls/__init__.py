@@ -1,1 +1,1 @@
-"""What both kinds of clients share: requests, streams, frames and batches."""
+"""What both kinds of clients share: requests, streams, frames and ``map``."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
-from ..calls.batches import Progress, run_bounded
 from ..calls.frames import Frames, FrameSource
+from ..calls.mapping import Progress, run_bounded
 from ..calls.requests.options import (
     CallOptions,
     CaptionLength,
