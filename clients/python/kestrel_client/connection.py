@@ -1,4 +1,4 @@
-"""The settings of a connection: address, TLS, token, limits, retries. Each kind of client opens it in ``channel.py``."""
+"""The settings of a connection: address, TLS, token, limits, retries. ``channel.py`` uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches images from http(s) addresses. The client does this: a server fetches only from hosts that its operator allows."""
+"""Fetches images from http(s) addresses, in the client: a server fetches only what its operator allows."""
 
 from __future__ import annotations
 
