@@ -17,7 +17,7 @@ from pathlib import Path
 from kestrel_engine import RequestEvent, clock
 
 from ..logs.appending import LineFile, stamp
-from ..telemetry.used import Used, used_by
+from ..telemetry.usage import Usage, usage_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class UsageLog:
     def __init__(self, folder: str, most_bytes: int, worker: int | None = None) -> None:
         self._folder, self._most_bytes = Path(folder), most_bytes
         self._suffix = "" if worker is None else f"-worker{worker}"
-        self._used: dict[_Key, Used] = {}
+        self._used: dict[_Key, Usage] = {}
         self._since = clock.wall()
         self._writing = asyncio.Lock()
         self._has_complained = False
@@ -51,7 +51,7 @@ class UsageLog:
 
     def on_request(self, event: RequestEvent, model: str) -> None:
         """Counts a request of the engine that has ended."""
-        self._add((event.principal, model, event.adapter), used_by(event))
+        self._add((event.principal, model, event.adapter), usage_of(event))
 
     async def run(self) -> None:
         while True:
@@ -77,13 +77,13 @@ class UsageLog:
                 )
             self._has_complained = error is not None
 
-    def _add(self, key: _Key, used: Used) -> None:
+    def _add(self, key: _Key, used: Usage) -> None:
         if key not in self._used and len(self._used) >= MOST_KEYS:
             key = (OTHERS, key[1], "")
-        self._used[key] = self._used.get(key, Used()).plus(used)
+        self._used[key] = self._used.get(key, Usage()).plus(used)
 
     def _write(
-        self, used: dict[_Key, Used], since: float, until: float
+        self, used: dict[_Key, Usage], since: float, until: float
     ) -> tuple[int, OSError | None]:
         """Appends lines. Returns their number, and the error that prevented further ones."""
         name = f"usage-{datetime.fromtimestamp(until, UTC):%Y%m%dT%H}Z{self._suffix}.jsonl"

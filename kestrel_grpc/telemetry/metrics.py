@@ -28,7 +28,7 @@ from .model_gauges import ModelGauges
 from .names import METRICS
 from .open_files import file_limit, open_files
 from .readers import DenseHistogram, attributes_of
-from .used import used_by
+from .usage import usage_of
 
 Read = Callable[[], Iterable[Observation]]
 
@@ -179,7 +179,7 @@ class ServiceMetrics:
             self._per_token.record(per_token_s, served, span=span)
 
     def _count_usage(self, event: RequestEvent, model: str, adapter: str) -> None:
-        user, used = (event.principal, model, adapter), used_by(event)
+        user, used = (event.principal, model, adapter), usage_of(event)
         if user not in self._users and len(self._users) >= MOST_USERS:
             user = (OTHERS, model, OTHERS)
         self._users.add(user)

@@ -18,7 +18,7 @@ from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.security import SecurityConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
-from kestrel_grpc.telemetry.used import Used
+from kestrel_grpc.telemetry.usage import Usage
 from tests.engine.fakes import never_ends
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, raw_image
@@ -128,7 +128,7 @@ def log(tmp_path):
 
 
 def use(log, principal, tokens):
-    log._add((principal, "m", ""), Used(1, tokens))
+    log._add((principal, "m", ""), Usage(1, tokens))
 
 
 async def test_what_cannot_be_written_is_in_the_next_lines(log, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Used: what a request of the engine counts in the metrics of usage and in the usage log."""
+"""Usage: what a request of the engine counts in the metrics of usage and in the usage log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kestrel_engine import RequestEvent
 
 
-class Used(NamedTuple):
+class Usage(NamedTuple):
     """Sums over requests that have ended."""
 
     requests: int = 0
@@ -20,14 +20,14 @@ class Used(NamedTuple):
     device_s: float = 0.0
     """Seconds of the device (kestrel_engine/steps/device_time.py)."""
 
-    def plus(self, other: Used) -> Used:
-        return Used._make(a + b for a, b in zip(self, other, strict=True))
+    def plus(self, other: Usage) -> Usage:
+        return Usage._make(a + b for a, b in zip(self, other, strict=True))
 
 
-def used_by(event: RequestEvent) -> Used:
+def usage_of(event: RequestEvent) -> Usage:
     """The prompt of a request that was never scheduled does not count."""
     metrics, begun = event.metrics, event.scheduled_at is not None
-    return Used(
+    return Usage(
         1,
         metrics.input_tokens if begun else 0,
         metrics.image_tokens if begun else 0,
