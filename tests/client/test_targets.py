@@ -107,3 +107,11 @@ def test_the_places_of_a_server_do_not_depend_on_the_others() -> None:
         places = ring["ring_hash_experimental"]
         assert places["minRingSize"] == places["maxRingSize"] == 256 * servers
         assert options["grpc.lb.ring_hash.ring_size_cap"] == 256 * servers
+
+
+@pytest.mark.parametrize(
+    ("target", "is_asked"),
+    [("localhost:7", False), (["127.0.0.1", "127.0.0.2"], False), ("10.0.0.1", True)],
+)
+def test_no_proxy_is_asked_for_this_machine(target: str | list[str], is_asked: bool) -> None:
+    assert dict(Connection(target=target).options).get("grpc.enable_http_proxy", 1) == is_asked

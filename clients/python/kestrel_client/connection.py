@@ -157,6 +157,9 @@ class Connection:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.primary_user_agent", f"kestrel-client/{__version__}"),
         ]
+        if is_local(self.target):
+            # A proxy cannot reach this machine's loopback. gRPC asks it all the same, unless no_proxy names the host.
+            options.append(("grpc.enable_http_proxy", 0))
         if isinstance(self.tls, Tls) and self.tls.server_name:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         elif not isinstance(self.target, str):
