@@ -19,7 +19,7 @@ _MOST_VALUES = 8
 _TYPES = {1: "B", 3: "H", 4: "I", 5: "II", 6: "b", 8: "h", 9: "i", 11: "f", 12: "d", 16: "Q"}
 """TIFF's number of a type to the characters of struct. A rational is two numbers."""
 
-_ONE = {259: "compression", 262: "photometric", 277: "samples", 284: "planar", 332: "ink_set"}
+_ONE = {254: "subfile", 259: "compression", 262: "photometric", 277: "samples", 284: "planar", 332: "ink_set"}
 _SEVERAL = {258: "bits", 338: "extra_samples", 339: "formats", 530: "subsampling"}
 _REAL = {529: ("luma", 3), 532: ("black_white", 6)}
 """Tags to fields of TiffTags, and the number of values."""
@@ -45,6 +45,9 @@ _UNSIGNED, _SIGNED, _VOID = 1, 2, 4
 _SAMPLE_FORMATS = {_SIGNED: "signed", 3: "floating-point", 5: "complex", 6: "complex"}
 """Neither TIFF nor a habit says which of these values are black and white."""
 
+_PARTS = {1: "a reduced copy, as of raw photographs", 4: "a mask"}
+"""Bits of NewSubfileType: pages that stand for the image and are not it."""
+
 _ALPHA = (1, 2)
 """Values of ExtraSamples: premultiplied alpha, which libvips divides out, and plain alpha."""
 
@@ -53,6 +56,7 @@ class TiffTags(NamedTuple):
     """Tags of the first directory, by TIFF's names. Sequences hold the file's values, at most _MOST_VALUES."""
 
     photometric: int
+    subfile: int = 0
     compression: int = 1
     bits: tuple[float, ...] = (1,)
     samples: int = 1
@@ -109,6 +113,9 @@ def _first_directory(data: bytes) -> dict[int, tuple[float, ...]]:
 
 def unsupported(tags: TiffTags) -> str | None:
     """Describes a TIFF that can't be decoded, or only to false colours, as words after "is"; None if it can."""
+    for bit, words in _PARTS.items():
+        if tags.subfile & bit:
+            return f"a TIFF whose first page is {words} (NewSubfileType {tags.subfile})"
     compression, photometric = tags.compression, tags.photometric
     if compression not in _COMPRESSIONS:
         return f"a TIFF of the compression {compression}"

@@ -131,6 +131,8 @@ REFUSED = {
     "RGB TIFF with samples of 5, 6 bits": tiff_of(bytes(384), t258=[5, 6, 5], t277=3, t262=2),
     "tiled RGB TIFF with separate": tiff([*RED], t262=2, t284=2, t322=16, t323=16),
     "YCbCr TIFF with separate planes": tiff(RED_YCC, **YCC, t284=2),
+    "first page is a reduced copy": tiff([*RED], t262=2, t254=1),
+    "first page is a mask": tiff([1], t262=1, t254=6),
     "compression 6": tiff([*RED], t262=2, t259=6),
     "compression 34925": tiff([*RED], t262=2, t259=34925),
     "compression 50000": tiff([*RED], t262=2, t259=50000),
