@@ -119,9 +119,11 @@ class BatchStore:
         return tables.owned("files", owner, file_id)
 
     @_on_thread
-    def files(self, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
+    def files(
+        self, owner: Principal, after: str, limit: int, purpose: str = ""
+    ) -> list[dict[str, Any]]:
         """As of ``Tables.page``."""
-        return self._tables.page("files", owner, after, limit)
+        return self._tables.page("files", owner, after, limit, purpose)
 
     @_on_thread
     def file(self, owner: Principal, file_id: str) -> dict[str, Any]:

@@ -111,14 +111,18 @@ class Tables:
             raise StoredNotFound(field, f"you have no {kind} {name[:100]!r}")
         return dict(row)
 
-    def page(self, table: str, owner: Principal, after: str, limit: int) -> list[dict[str, Any]]:
+    def page(
+        self, table: str, owner: Principal, after: str, limit: int, purpose: str = ""
+    ) -> list[dict[str, Any]]:
         """The rows of a caller's files or batches, the newest first. ``after``: the id of the last one that the caller
-        knows; "" for the first page. Raises StoredNotFound."""
+        knows; "" for the first page. ``purpose``: of the files; "" for all. Raises StoredNotFound."""
         rest, known = "", list[Any]()
+        if purpose:
+            rest, known = "AND purpose = ? ", [purpose]
         if after:
-            rest = "AND created_at <= ? AND (created_at < ? OR id > ?)"
+            rest += "AND created_at <= ? AND (created_at < ? OR id > ?)"
             last = self.owned(table, owner, after, "after")["created_at"]
-            known = [last, last, after]
+            known += [last, last, after]
         query = (
             f"SELECT {_COLUMNS[table]} FROM {table} WHERE owner = ? {rest} "
             "ORDER BY created_at DESC, id LIMIT ?"

@@ -89,8 +89,11 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
         return ServiceCall(Empty(), behaviour, dict, lambda piece: (piece,))
 
     async def files(owner: Principal, scope: Scope) -> Any:
-        after, limit = _page(scope, _MOST_FILES, _MOST_FILES)
-        found = await store.files(owner, after, limit + 1)
+        asked = _query(scope, "after", "limit", "order", "purpose")
+        after, limit = _page(asked, _MOST_FILES, _MOST_FILES)
+        if asked.get("order", "desc") != "desc":
+            raise InvalidRequest("order", "must be desc: the newest file is the first one")
+        found = await store.files(owner, after, limit + 1, asked.get("purpose", ""))
         return _list([_file(each) for each in found[:limit]], has_more=len(found) > limit)
 
     async def file(owner: Principal, scope: Scope) -> Any:
@@ -101,7 +104,7 @@ def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
         return {"id": _id(scope), "object": "file", "deleted": True}
 
     async def batches(owner: Principal, scope: Scope) -> Any:
-        after, limit = _page(scope, 20, _LONGEST_LIST)
+        after, limit = _page(_query(scope, "after", "limit"), 20, _LONGEST_LIST)
         found = await store.batches(owner, after, limit + 1)
         return _list([_batch(each) for each in found[:limit]], has_more=len(found) > limit)
 
@@ -142,16 +145,24 @@ def _list(found: list[dict[str, Any]], *, has_more: bool = False) -> dict[str, A
     return {"object": "list", "data": found, "has_more": has_more, **ends}
 
 
-def _page(scope: Scope, usual: int, most: int) -> tuple[str, int]:
-    """``after`` and ``limit`` of a query. Raises InvalidRequest."""
+def _query(scope: Scope, *known: str) -> dict[str, str]:
+    """The fields of a query, of which ``known`` are all that are taken. Raises InvalidRequest."""
     try:
         query = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=16)
     except ValueError:
         raise InvalidRequest("", "the query has more than 16 fields") from None
-    limit = query.get("limit", [str(usual)])[0]
+    for name in query:
+        if name not in known:
+            raise InvalidRequest(name[:50], f"is unknown; known: {', '.join(known)}")
+    return {name: values[0] for name, values in query.items()}
+
+
+def _page(query: Mapping[str, str], usual: int, most: int) -> tuple[str, int]:
+    """``after`` and ``limit`` of a query. Raises InvalidRequest."""
+    limit = query.get("limit", str(usual))
     if not (re.fullmatch("[0-9]{1,9}", limit) and 1 <= int(limit) <= most):
         raise InvalidRequest("limit", f"must be from 1 to {most}, got {limit[:50]!r}")
-    return query.get("after", [""])[0], int(limit)
+    return query.get("after", ""), int(limit)
 
 
 def _file(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,9 +211,9 @@ def _uploaded(scope: Scope, body: bytes | bytearray) -> tuple[str, bytes]:
     if b"origin" in headers:  # A page may send a form to any server without asking.
         raise UnsupportedBody("web pages may not upload files", ())
     boundary = _parameters(headers[b"content-type"], "content-type").get("boundary", "")
-    if not 1 <= len(boundary) <= 70:
+    if not (1 <= len(boundary) <= 70 and boundary.isascii()):
         raise InvalidRequest("", "the header content-type must have a boundary")
-    between = b"\r\n--" + boundary.encode("latin-1")
+    between = b"\r\n--" + boundary.encode()
     found: dict[str, tuple[str, bytes]] = {}
     for part in (b"\r\n" + body).split(between, _MOST_PARTS + 2)[1:]:
         if part.startswith(b"--"):
@@ -225,13 +236,19 @@ def _uploaded(scope: Scope, body: bytes | bytearray) -> tuple[str, bytes]:
 
 
 def _parameters(value: bytes, name: str) -> dict[str, str]:
-    """The parameters of a header, such as the boundary of a form. Raises InvalidRequest."""
+    """The parameters of a header, such as the boundary of a form, in UTF-8 or as RFC 2231 has them. Raises
+    InvalidRequest."""
     if len(value) > _LONGEST_HEADER:
         raise InvalidRequest("", f"the header {name} has more than {_LONGEST_HEADER} bytes")
     message = Message()
-    message[name] = value.decode("latin-1").replace("\r", " ").replace("\n", " ")
-    pairs = message.get_params(header=name) or []
-    return {key: str(text) for key, text in pairs}
+    message[name] = value.decode(errors="replace").replace("\r", " ").replace("\n", " ")
+    pairs: list[tuple[str, Any]] = message.get_params(header=name) or []
+    return {key: text if isinstance(text, str) else _utf8(text[2]) for key, text in pairs}
+
+
+def _utf8(encoded: str) -> str:
+    """A value of RFC 2231, whose bytes ``email`` gives as Latin-1. Clients use UTF-8, whatever charset they name."""
+    return encoded.encode("latin-1", "replace").decode(errors="replace")
 
 
 class _Lines:

@@ -154,6 +154,40 @@ async def test_what_is_refused(http, tmp_path):
         assert (await client.get(f"/v1/batches?limit={limit}")).status_code == 400
 
 
+NAMES = {
+    b'filename="\xc3\xa9t\xc3\xa9.jsonl"': "été.jsonl",
+    b"filename=a.jsonl; filename*=UTF-8''%C3%A9t%C3%A9.jsonl": "été.jsonl",
+    b"filename*=idna''%FF": "\ufffd",
+    b'filename="../\xff;a=b.jsonl"': "../\ufffd;a=b.jsonl",
+}
+"""The forms in which clients write the name of a file, and the name."""
+
+
+async def test_files_have_the_names_that_clients_gave_them(http, tmp_path):
+    _, client = await http(server_config=kept_in(tmp_path))
+    part = b'--B\r\ncontent-disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=B"}
+    for given, name in NAMES.items():
+        form = part % (b"purpose", b"batch") + part % (b'file"; %b; x="' % given, b"{}") + b"--B--"
+        response = await client.post("/v1/files", content=form, headers=headers)
+        assert response.json()["filename"] == name
+    headers = {"content-type": "multipart/form-data; boundary=\u20ac".encode()}
+    refused = await client.post("/v1/files", content=form, headers=headers)
+    assert refused.status_code == 400 and "boundary" in refused.text
+
+    async def number(query: str) -> int:
+        return len((await client.get(f"/v1/files?{query}")).json()["data"])
+
+    assert [await number(f"purpose={each}") for each in ("batch", "batch_output")] == [4, 0]
+    assert await number("order=desc&limit=3") == 3
+    for path, part in (
+        ("files?order=asc", "order: must be desc"),
+        ("batches?order=asc", "order: is unknown; known: after, limit"),
+    ):
+        response = await client.get(f"/v1/{path}")
+        assert response.status_code == 400 and part in response.json()["error"]["message"]
+
+
 async def test_both_wires_have_the_same_batches(http, tmp_path):
     _, client = await http(server_config=kept_in(tmp_path))
 
