@@ -18,8 +18,11 @@ import pytest
 
 from tests import clock
 from tests.forking.process import start_fork_server
+from tests.shell import forget_the_shell
 
 FORKING = Path(__file__).parent / "forking"
+
+forget_the_shell(os.environ)
 
 # Every process keeps what it compiles, whatever the shell says: otherwise each process compiles all modules again, and
 # pytest rewrites the tests again. That took 15 s for each process that collects.

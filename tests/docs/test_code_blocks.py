@@ -126,7 +126,8 @@ def folder(tmp_path_factory):
         ("kestrel", "kestrel_client.commands.program"),
     ):
         program = folder / ".venv/bin" / name
-        fork = f"{sys.executable} -S {ROOT}/tests/forking/worker.py -u -m {module}"
+        worker = ROOT / "tests/forking/worker.py"
+        fork = shlex.join([sys.executable, "-S", str(worker), "-u", "-m", module])
         program.write_text(f'#!/bin/sh\nexec {fork} "$@"\n')
         program.chmod(0o755)
     return folder

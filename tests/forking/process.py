@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.shell import FOLDERS
+
 ROOT = Path(__file__).parents[2]
 ADDRESS = "FORK_SERVER"
 """The variable that names the path of the running fork server's socket."""
@@ -21,7 +23,7 @@ ADDRESS = "FORK_SERVER"
 
 def start_fork_server() -> None:
     """Starts a fork server for this process and those that it starts from now on. It ends with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="forks-")
+    folder = tempfile.TemporaryDirectory(prefix="forks-", dir=os.environ.get(FOLDERS))
     path = f"{folder.name}/socket"
     watched, held = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

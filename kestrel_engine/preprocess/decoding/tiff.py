@@ -19,7 +19,14 @@ _MOST_VALUES = 8
 _TYPES = {1: "B", 3: "H", 4: "I", 5: "II", 6: "b", 8: "h", 9: "i", 11: "f", 12: "d", 16: "Q"}
 """TIFF's number of a type to the characters of struct. A rational is two numbers."""
 
-_ONE = {254: "subfile", 259: "compression", 262: "photometric", 277: "samples", 284: "planar", 332: "ink_set"}
+_ONE = {
+    254: "subfile",
+    259: "compression",
+    262: "photometric",
+    277: "samples",
+    284: "planar",
+    332: "ink_set",
+}
 _SEVERAL = {258: "bits", 338: "extra_samples", 339: "formats", 530: "subsampling"}
 _REAL = {529: ("luma", 3), 532: ("black_white", 6)}
 """Tags to fields of TiffTags, and the number of values."""

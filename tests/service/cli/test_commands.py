@@ -9,6 +9,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -450,7 +451,7 @@ def test_no_folder_for_temporary_files(command):
     tried = subprocess.run([*CONFINED, f"{READ_ONLY} ! touch /tmp/a"], capture_output=True)
     if tried.returncode:
         pytest.skip("a process may not make its files read-only here")
-    line = f"{READ_ONLY} exec {sys.executable} -m kestrel_grpc {command}"
+    line = f"{READ_ONLY} exec {shlex.quote(sys.executable)} -m kestrel_grpc {command}"
     variables = environment(PYTHONPATH=str(ROOT))
     variables.pop("TMPDIR", None)
     done = subprocess.run(

@@ -98,6 +98,8 @@ def test_a_server_is_managed_by_who_may(served, authority, token, admin_token):
     ],
 )
 def test_a_server_that_cannot_protect_itself_does_not_start(flags, status, words):
+    # With more connections, a low limit on open files would be a second line.
+    flags = ["--max-connections", "100", *flags]
     done = kestrel("serve", *flags)
     assert done.returncode == status
     assert words in done.stderr

@@ -15,6 +15,8 @@ from .parser import CommandError
 _OTHERS = ("KESTREL_API_KEY", "KESTREL_AUTH_TOKENS", "KESTREL_CONFIG")
 """Variables that are meant for another server, such as the credentials that it asks for."""
 _STOP_S = 15.0
+_LONGEST = 64
+"""The longest TMPDIR that leaves room for the name of a socket, whose path has 103 bytes at most."""
 
 
 @contextmanager
@@ -28,7 +30,11 @@ def own_server(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
         raise CommandError(
             "a server of this command's own needs the server's package, kestrel-grpc, beside the client's"
         )
-    with tempfile.TemporaryDirectory(prefix="kestrel-own-") as folder, _pipe() as watched:
+    parent = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST else None
+    with (
+        tempfile.TemporaryDirectory(prefix="kestrel-own-", dir=parent) as folder,
+        _pipe() as watched,
+    ):
         address = f"unix:{folder}/server.sock"
         command = [
             *(sys.executable, "-m", "kestrel_grpc.cli.own_server_process", str(watched)),
