@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sqlite3
+from collections.abc import Callable
 from contextlib import suppress
 
 from kestrel_engine import EngineOverloaded, clock
@@ -27,10 +28,11 @@ OFF_PEAK_S = 60.0
 
 
 class BatchRunner:
-    """``at_once``: the most requests at one time."""
+    """``at_once``: the most requests at one time. ``num_asked``: returns how many calls have asked a model. The
+    requests of batches do not count."""
 
-    def __init__(self, store: BatchStore, at_once: int) -> None:
-        self.store, self._at_once = store, at_once
+    def __init__(self, store: BatchStore, at_once: int, num_asked: Callable[[], int]) -> None:
+        self.store, self._at_once, self._num_asked = store, at_once, num_asked
         store.on_end = self._cancel
         self.forms: dict[str, Form] = {}
         """Of the requests that this server answers, by endpoint: other requests wait."""
@@ -42,17 +44,13 @@ class BatchRunner:
         """The batches that have ended since the last claim began: it may have found requests of theirs."""
         self._paused: dict[str, float] = {}
         """The callers who wait, and until when."""
-        self._called_at = clock.now()
+        self._called_at, self._num_known = clock.now(), 0
         self._wake = asyncio.Event()
         self._is_closed = False
 
     def wake(self) -> None:
         """There is a new batch."""
         self._wake.set()
-
-    def note_call(self) -> None:
-        """A call, which is no request of a batch, asks a model."""
-        self._called_at = clock.now()
 
     def _cancel(self, batch_id: str) -> None:
         """Ends the computation for a batch that has ended."""
@@ -99,6 +97,8 @@ class BatchRunner:
         now = clock.now()
         self._paused = {owner: until for owner, until in self._paused.items() if until > now}
         most = self._at_once - len(self._running)
+        if (num_asked := self._num_asked()) != self._num_known:
+            self._called_at, self._num_known = now, num_asked
         quiet = now - self._called_at >= OFF_PEAK_S
         taken = {request.place for request in self._running.values()}
         self._ended.clear()

@@ -20,7 +20,6 @@ from ..monitoring.audit import AuditLog
 from ..monitoring.call_records import CallRecords
 from ..security.admission.guard import Guard
 from ..security.budget_ledger import BudgetLedger
-from ..security.identity.principal import Principal
 from ..served_model import ServedModel, ServedModels
 from ..service_names import (
     ADMIN_SERVICE,
@@ -66,7 +65,7 @@ class ServerParts:
         audit = None if config.audit_log is None else AuditLog(config.audit_log, worker)
         self.guard = guard = Guard(
             *(config.security, config.max_message_bytes),
-            served.check_room if config.batches.path is None else self._check_room,
+            served.check_room,
             tcp_ports,
             check_audit=None if audit is None else audit.check,
         )
@@ -92,14 +91,10 @@ class ServerParts:
             guard.budgets.ledger = BudgetLedger(path)
         if config.batches.path is not None:
             store = BatchStore(config.batches)
-            self.batches = batches = BatchRunner(store, config.batches.at_once)
+            self.batches = batches = BatchRunner(
+                store, config.batches.at_once, lambda: guard.num_asked
+            )
             self._side_tasks.append(SideTask(batches.run, batches.close))
-
-    def _check_room(self, principal: Principal) -> None:
-        """As of Guard, of a server that takes batches."""
-        assert self.batches is not None, "made before the first call"
-        self.batches.note_call()
-        self.served.check_room(principal)
 
     def _services(self, images: RequestImages) -> HttpServices:
         config, served = self._config, self.served

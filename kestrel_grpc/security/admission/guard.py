@@ -57,6 +57,8 @@ class Guard:
         returns the ports that the server listens on. ``check_audit``: raises an error if administrative calls can't be
         recorded now; None if they need no record. Raises TokenFileError, TlsError."""
         self._check_room, self._check_audit = check_room, check_audit
+        self.num_asked = 0
+        """Calls that have asked a model since the start."""
         self.limits = security.calls
         self.messages = MessageLimits(max_message_bytes, security.calls.held_bytes)
         self.admission = Admission(security.calls)
@@ -121,6 +123,7 @@ class Guard:
         principal.check(*needed_scopes(method))
         counted = self.admission.admit(principal.name)
         if method.startswith(INFERENCE_METHODS):
+            self.num_asked += 1
             self._check_room(principal)
         elif self._check_audit is not None and is_administrative(method):
             self._check_audit()

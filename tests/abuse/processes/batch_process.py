@@ -21,7 +21,7 @@ class Calls:
 
 
 async def main(path: str) -> None:
-    runner = BatchRunner(BatchStore(BatchesConfig(path=path)), 3)
+    runner = BatchRunner(BatchStore(BatchesConfig(path=path)), 3, lambda: 0)
     runner.calls, runner.forms["/v1/responses"] = cast(Any, Calls()), cast(Any, None)
     await runner.run()
 

@@ -273,7 +273,7 @@ async def test_a_request_has_as_long_as_its_batch(moved_clock, serve, tmp_path, 
 async def two_requests(folder: Any) -> tuple[running.BatchRunner, str]:
     """A runner of a batch of two requests, and the batch."""
     store = BatchStore(BatchesConfig(path=str(folder / "batches.db")))
-    runner, arriving = running.BatchRunner(store, 2), tables.Arriving(ANONYMOUS)
+    runner, arriving = running.BatchRunner(store, 2, lambda: 0), tables.Arriving(ANONYMOUS)
     runner.calls, runner.forms["/a"] = Any, Any
     await store.add_requests(arriving, [("a", b"a"), ("b", b"b")])
     return runner, (await store.start_batch(arriving, tables.NewBatch("/a")))["id"]
