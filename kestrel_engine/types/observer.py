@@ -4,7 +4,7 @@ without an observer nothing is computed."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .events import EngineMetrics
 from .info import SchedulerStats
@@ -42,9 +42,9 @@ class StepEvent:
     """Pairs (seconds since the request's previous token, number of tokens with this gap); first tokens have none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEvent:
-    """One request that has ended. Instants: seconds of the monotonic clock, None where a phase never began."""
+class RequestEvent(NamedTuple):
+    """One request that has ended. Instants: seconds of the monotonic clock, None where a phase never began. A tuple is
+    made in a third of the time of a frozen dataclass."""
 
     request_id: str
     skill: str
