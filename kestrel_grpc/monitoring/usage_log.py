@@ -51,7 +51,7 @@ class UsageLog:
 
     def on_request(self, event: RequestEvent, model: str) -> None:
         """Counts a request of the engine that has ended."""
-        self._add((event.principal, model, event.adapter), usage_of(event))
+        self._add((event.principal, model, event.adapter), usage_of([event]))
 
     async def run(self) -> None:
         while True:

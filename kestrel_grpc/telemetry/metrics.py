@@ -2,15 +2,16 @@
 
 Histograms are recorded when calls, requests and steps end. Counters and gauges are plain numbers here or in the engine,
 and are read when a reader collects them. Events that occur once per token are recorded in groups. Calls and requests
-are kept until there are a few: to count one after the other takes half the time of counting each between other work.
+are kept until there are many, and those with equal labels are counted together. To count each alone takes four times as
+long, and a call of a server whose metrics nobody reads would cost 5 % more.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import grpc
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -31,9 +32,11 @@ from .readers import DenseHistogram, attributes_of
 from .usage import usage_of
 
 Read = Callable[[], Iterable[Observation]]
+_Labels = tuple[Any, ...]
+_Ended = TypeVar("_Ended")
 
-_AT_ONCE = 16
-"""Ended calls and requests that are counted together. They take 0.1 ms."""
+_AT_ONCE = 128
+"""Ended calls, and ended requests, that are counted together. They take 0.3 ms if most have the same labels."""
 MOST_PRINCIPALS = 100
 OTHERS = "other"
 """The label of all principals after the first MOST_PRINCIPALS. It bounds the number of series."""
@@ -60,8 +63,9 @@ class ServiceMetrics:
     ) -> None:
         self._meter = meter
         self._default = ""
-        self._ended: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        """What counts each call and request that is not counted yet, and its arguments."""
+        self._calls: deque[tuple[_Labels, tuple[float, EngineMetrics | None]]] = deque()
+        self._finished: deque[tuple[_Labels, tuple[RequestEvent, SpanContext | None]]] = deque()
+        """The calls and requests that are not counted yet, by what their labels depend on."""
         self._counting = threading.Lock()
         self._adapters: set[str] = set()
         """Those that have a label of their own."""
@@ -153,35 +157,50 @@ class ServiceMetrics:
     ) -> None:
         """``model``: the name of a model that is not the default. ``span``: that of a sampled call, which becomes an
         exemplar."""
-        self._add(self._count_request, event, model or self._default, span)
+        who = event.principal, model or self._default, event.adapter
+        what = event.skill, event.finish_reason, event.error
+        self._finished.append(((*who, *what), (event, span)))
+        if len(self._finished) >= _AT_ONCE:
+            self._count_ended()
 
-    def _count_request(self, event: RequestEvent, model: str, span: SpanContext | None) -> None:
-        metrics, skill = event.metrics, (event.skill,)
-        which = model, self._adapter_label(event.adapter)
-        self._requests[(*which, event.skill, event.finish_reason or "error", event.error)] += 1
-        self._tokens[(*which, "input")] += metrics.input_tokens
-        self._tokens[(*which, "output")] += metrics.output_tokens
-        self._reasoning[()] += metrics.reasoning_tokens
-        self._count_usage(event, *which)
-        served = (operation_of(event.skill), names.PROVIDER_VALUE, which[0], event.skill, which[1])
-        self._request_duration.record(metrics.total_time_ms / 1e3, (*served, event.error))
-        if event.prepared_at is not None:
-            self._preprocess.record(metrics.preprocess_time_ms / 1e3, skill)
-        if event.scheduled_at is not None:
-            self._queue.record(metrics.queue_time_ms / 1e3, skill)
-        if event.first_token_at is None:
-            return
-        self._first_token.record(metrics.ttft_ms / 1e3, served, span=span)
-        self._prefill.record(metrics.prefill_time_ms / 1e3, skill)
-        self._decode.record(metrics.decode_time_ms / 1e3, skill)
-        if metrics.output_tokens > 1:
-            per_token_s = metrics.decode_time_ms / 1e3 / (metrics.output_tokens - 1)
-            self._per_token.record(per_token_s, served, span=span)
+    def _count_requests(
+        self,
+        labels: _Labels,
+        ended: Sequence[tuple[RequestEvent, SpanContext | None]],
+    ) -> None:
+        who, model, adapter, skill, reason, error = labels
+        adapter = self._adapter_label(adapter)
+        events = [event for event, _ in ended]
+        metrics = [event.metrics for event in events]
+        self._requests[model, adapter, skill, reason or "error", error] += len(events)
+        self._tokens[model, adapter, "input"] += sum([each.input_tokens for each in metrics])
+        self._tokens[model, adapter, "output"] += sum([each.output_tokens for each in metrics])
+        self._reasoning[()] += sum([each.reasoning_tokens for each in metrics])
+        self._count_usage((who, model, adapter), events)
+        served = (operation_of(skill), names.PROVIDER_VALUE, model, skill, adapter)
+        durations = [each.total_time_ms / 1e3 for each in metrics]
+        self._request_duration.record_all(durations, (*served, error))
+        prepared = [e.metrics.preprocess_time_ms for e in events if e.prepared_at is not None]
+        self._preprocess.record_all([each / 1e3 for each in prepared], (skill,))
+        queued = [e.metrics.queue_time_ms / 1e3 for e in events if e.scheduled_at is not None]
+        self._queue.record_all(queued, (skill,))
+        ended = [each for each in ended if each[0].first_token_at is not None]
+        metrics, spans = [event.metrics for event, _ in ended], [span for _, span in ended]
+        self._first_token.record_all([each.ttft_ms / 1e3 for each in metrics], served, spans)
+        self._prefill.record_all([each.prefill_time_ms / 1e3 for each in metrics], (skill,))
+        self._decode.record_all([each.decode_time_ms / 1e3 for each in metrics], (skill,))
+        long = [
+            (each, span)
+            for each, span in zip(metrics, spans, strict=True)
+            if each.output_tokens > 1
+        ]
+        per_token = [each.decode_time_ms / 1e3 / (each.output_tokens - 1) for each, _ in long]
+        self._per_token.record_all(per_token, served, [span for _, span in long])
 
-    def _count_usage(self, event: RequestEvent, model: str, adapter: str) -> None:
-        user, used = (event.principal, model, adapter), usage_of(event)
+    def _count_usage(self, user: tuple[str, str, str], events: Sequence[RequestEvent]) -> None:
+        used = usage_of(events)
         if user not in self._users and len(self._users) >= MOST_USERS:
-            user = (OTHERS, model, OTHERS)
+            user = (OTHERS, user[1], OTHERS)
         self._users.add(user)
         self._usage_tokens[(*user, "input")] += used.input_tokens
         self._usage_tokens[(*user, "image")] += used.image_tokens
@@ -209,42 +228,36 @@ class ServiceMetrics:
     def on_call(self, call: Call) -> None:
         """Records a finished call."""
         metrics = None if call.result is None else call.result.metrics
-        what = call.method, call.code, call.reason, call.frame
-        self._add(self._count_call, *what, call.principal.name, call.duration_ms / 1e3, metrics)
+        what = call.method, call.code, call.reason, call.frame, call.principal.name
+        self._calls.append((what, (call.duration_ms / 1e3, metrics)))
+        if len(self._calls) >= _AT_ONCE:
+            self._count_ended()
 
-    def _count_call(
-        self,
-        method: str,
-        status: grpc.StatusCode,
-        reason: str,
-        frame: str,
-        who: str,
-        seconds: float,
-        used: EngineMetrics | None,
+    def _count_calls(
+        self, labels: _Labels, ended: Sequence[tuple[float, EngineMetrics | None]]
     ) -> None:
+        method, status, reason, frame, who = labels
         code = status.name
         error = code if status in SERVER_ERRORS else ""
-        self._call_duration.record(seconds, ("grpc", method.removeprefix("/"), code, error))
+        seconds = [duration_s for duration_s, _ in ended]
+        self._call_duration.record_all(seconds, ("grpc", method.removeprefix("/"), code, error))
         if status in _UNAUTHORIZED:
-            self._unauthorized[reason,] += 1
+            self._unauthorized[reason,] += len(ended)
         if frame:
-            self._frames[frame,] += 1
+            self._frames[frame,] += len(ended)
         if (who,) not in self._principal_calls and len(self._principal_calls) >= MOST_PRINCIPALS:
             who = OTHERS
-        self._principal_calls[who,] += 1
-        self._principal_tokens[who, "input"] += 0 if used is None else used.input_tokens
-        self._principal_tokens[who, "output"] += 0 if used is None else used.output_tokens
-
-    def _add(self, count: Callable[..., None], *arguments: Any) -> None:
-        self._ended.append((count, arguments))
-        if len(self._ended) >= _AT_ONCE:
-            self._count_ended()
+        used = [metrics for _, metrics in ended if metrics is not None]
+        self._principal_calls[who,] += len(ended)
+        self._principal_tokens[who, "input"] += sum([each.input_tokens for each in used])
+        self._principal_tokens[who, "output"] += sum([each.output_tokens for each in used])
 
     def _count_ended(self) -> None:
         with self._counting:
-            while self._ended:
-                count, arguments = self._ended.popleft()
-                count(*arguments)
+            for labels, calls in _taken(self._calls).items():
+                self._count_calls(labels, calls)
+            for labels, requests in _taken(self._finished).items():
+                self._count_requests(labels, requests)
 
     def _adapter_label(self, adapter: str) -> str:
         if adapter and adapter not in self._adapters and len(self._adapters) < MOST_ADAPTERS:
@@ -296,6 +309,15 @@ class ServiceMetrics:
 
         self._observe(name, observed)
         return counts
+
+
+def _taken(waiting: deque[tuple[_Labels, _Ended]]) -> dict[_Labels, list[_Ended]]:
+    """What waits, by its labels. Other threads may add to it."""
+    groups: defaultdict[_Labels, list[_Ended]] = defaultdict(list)
+    while waiting:
+        labels, ended = waiting.popleft()
+        groups[labels].append(ended)
+    return groups
 
 
 def _exceeded(guard: Guard) -> list[Observation]:

@@ -69,15 +69,31 @@ class DenseHistogram:
     ) -> None:
         """``labels``: the values of the metric's attributes, in its order. ``span``: of a sampled call to which the
         value belongs. A negative value counts as 0: it is a difference of two threads' clocks."""
-        series = self._series.get(labels) or self._begin(labels)
-        if value < 0.0:
-            value = 0.0
-        bucket = bisect_left(self._buckets, value)
-        series.counts[bucket] += times
-        series.sum += value * times
-        if span is not None:
-            now = time.time_ns()
-            series.exemplars[bucket] = Exemplar({}, value, now, span.span_id, span.trace_id)
+        self.record_all([value], labels, [span], times=times)
+
+    def record_all(
+        self,
+        values: Sequence[float],
+        labels: Labels = (),
+        spans: Sequence[SpanContext | None] = (),
+        *,
+        times: int = 1,
+    ) -> None:
+        """As ``record``, for several values. ``spans``: one for each value, or none."""
+        if not values:
+            return
+        series, buckets = self._series.get(labels) or self._begin(labels), self._buckets
+        if min(values) < 0.0:
+            values = [max(0.0, value) for value in values]
+        for value in values:
+            series.counts[bisect_left(buckets, value)] += times
+        series.sum += sum(values) * times
+        if not any(spans):
+            return
+        for value, span in zip(values, spans, strict=True):
+            if span is not None:
+                exemplar = Exemplar({}, value, time.time_ns(), span.span_id, span.trace_id)
+                series.exemplars[bisect_left(buckets, value)] = exemplar
 
     def _begin(self, labels: Labels) -> _Series:
         return self._series.setdefault(labels, _Series(len(self._metric.buckets) + 1))

@@ -1,7 +1,8 @@
-"""Usage: what a request of the engine counts in the metrics of usage and in the usage log."""
+"""Usage: what requests of the engine count in the metrics of usage and in the usage log."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kestrel_engine import RequestEvent
@@ -24,14 +25,15 @@ class Usage(NamedTuple):
         return Usage._make(a + b for a, b in zip(self, other, strict=True))
 
 
-def usage_of(event: RequestEvent) -> Usage:
-    """The prompt of a request that was never scheduled does not count."""
-    metrics, begun = event.metrics, event.scheduled_at is not None
+def usage_of(events: Sequence[RequestEvent]) -> Usage:
+    """The sums over ``events``. The prompt of a request that was never scheduled does not count."""
+    every = [event.metrics for event in events]
+    begun = [event.metrics for event in events if event.scheduled_at is not None]
     return Usage(
-        1,
-        metrics.input_tokens if begun else 0,
-        metrics.image_tokens if begun else 0,
-        metrics.cached_tokens,
-        metrics.output_tokens,
-        metrics.device_time_ms / 1e3,
+        len(every),
+        sum([each.input_tokens for each in begun]),
+        sum([each.image_tokens for each in begun]),
+        sum([each.cached_tokens for each in every]),
+        sum([each.output_tokens for each in every]),
+        sum([each.device_time_ms for each in every]) / 1e3,
     )
