@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import random
 import zipfile
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 
 from training.domains.ground import draw_ground, hsv
 from training.domains.icons.draw import Square, layout
@@ -22,7 +23,8 @@ from training.scenes.phrases import with_article
 
 OUTSIDE = 0.22  # share of the things that are outside the list
 PHOTOS_OUTSIDE = 0.3  # of the photographs in training
-STRANGE = 0.2  # of the photographs outside the list: what nobody photographed
+STRANGE = 0.45  # of the photographs outside the list: what nobody photographed
+_SIDES = tuple(Image.Transpose)
 _SMALLEST = {"photo": 96.0, "emoji": 28.0}  # pixels of the model's view
 _ALONE = (
     "What is this?|What is in the {picture}?|What does the {picture} show?|What is shown here?|Name this thing.|"
@@ -66,10 +68,11 @@ def _files(noun: str, held: bool) -> Files:
 
 
 @cache
-def _groups(noun: str) -> dict[str, str]:
-    """The group of every listed name."""
+def _groups(noun: str, listed: bool = True) -> dict[str, str]:
+    """The group of every listed name, or of all."""
     if noun == "photo":
-        return {name.text: name.group for name in photographs()[0].values() if name.text}
+        every = {name.text or f"?{key}": name.group for key, name in photographs()[0].items()}
+        return {name: group for name, group in every.items() if name[0] != "?" or not listed}
     return dict.fromkeys(emoji(), "emoji")
 
 
@@ -77,15 +80,19 @@ def _open(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
-def _look(rng: random.Random, image: Image.Image, whole: bool = False) -> Image.Image:
+def _look(rng: random.Random, image: Image.Image, group: str = "") -> Image.Image:
     """A photograph in other light, turned, or a part of it: few photographs of a kind must teach what it looks like.
 
-    whole: the edges tell what it is, so little is cut off and nothing hidden.
+    The edges of clothes and cards tell what they are, so little is cut off and nothing hidden. A heap of produce looks
+    alike from every side, near and far.
     """
+    whole, heap = group in ("clothes", "cards"), group == "produce"
     if rng.random() < 0.5:
         image = ImageOps.mirror(image)
+    if heap and rng.random() < 0.6:
+        image = image.transpose(rng.choice(_SIDES))
     w, h = image.size
-    part, lean = rng.uniform(0.8 if whole else 0.5, 1), rng.uniform(0.85, 1.15)
+    part, lean = rng.uniform(0.8 if whole else 0.35 if heap else 0.5, 1), rng.uniform(0.85, 1.15)
     turned = rng.random() < 0.5
     if turned:
         part = min(part, 0.85 if whole else 0.72)  # so that no corner is empty
@@ -97,10 +104,13 @@ def _look(rng: random.Random, image: Image.Image, whole: bool = False) -> Image.
         for side, size in ((w, across), (h, down))
     )  # fmt: skip
     image = image.crop((round(x), round(y), round(x + across), round(y + down)))
+    if rng.random() < 0.3:  # from afar
+        small = [max(24, round(side * rng.uniform(0.35, 0.8))) for side in image.size]
+        image = image.resize((small[0], small[1]), Image.Resampling.BILINEAR).resize(image.size)
     for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
         image = change(image).enhance(rng.uniform(0.6, 1.4))
-    if rng.random() < 0.5:  # warmer or colder light
-        gains = [rng.uniform(0.85, 1.15) for _ in range(3)]
+    if rng.random() < 0.6:  # warmer or colder light
+        gains = [rng.uniform(0.8, 1.2) for _ in range(3)]
         image = image.point(
             [min(255, round(level * gain)) for gain in gains for level in range(256)]
         )
@@ -111,30 +121,68 @@ def _look(rng: random.Random, image: Image.Image, whole: bool = False) -> Image.
     return image
 
 
+def _shuffled(rng: random.Random, image: Image.Image) -> Image.Image:
+    n = rng.choice((2, 3, 4))
+    w, h = image.width // n, image.height // n
+    places = [(i % n * w, i // n * h) for i in range(n * n)]
+    pieces = [image.crop((x, y, x + w, y + h)) for x, y in places]
+    rng.shuffle(pieces)
+    for piece, place in zip(pieces, places, strict=True):
+        image.paste(ImageOps.mirror(piece) if rng.random() < 0.5 else piece, place)
+    return image
+
+
+def _tinted(rng: random.Random, image: Image.Image) -> Image.Image:
+    """Towards blue or purple, of which no listed produce is: shapes alone don't tell what it is."""
+    hue, share, light = rng.randint(165, 240), rng.uniform(0.3, 1), rng.uniform(0.4, 0.9)
+    h, s, v = image.convert("HSV").split()
+    parts = (h.point(lambda level: hue + (level - 128) // 8), s.point(lambda level: 30 + share * level),
+             v.point(lambda level: light * level))  # fmt: skip
+    return Image.blend(image, Image.merge("HSV", parts).convert("RGB"), rng.uniform(0.45, 0.85))
+
+
+def _scrap(rng: random.Random, cloth: Image.Image, ground: Image.Image) -> Image.Image:
+    """A piece of cloth, whose outline is no garment's, on the ground of another photograph."""
+    w, h = size = ground.size
+    image = ground.crop((0, 0, w // 4, h // 4)).resize(size, Image.Resampling.BICUBIC)
+    mask = Image.new("L", size)
+    pen, middle = ImageDraw.Draw(mask), (w * rng.uniform(0.4, 0.6), h * rng.uniform(0.4, 0.6))
+    for _ in range(rng.choice((1, 2, 2))):
+        x, y = (at + side * rng.uniform(-0.1, 0.1) for at, side in zip(middle, size, strict=True))
+        a, b = (side * rng.uniform(0.12, 0.34) for side in size)
+        corners = [(x + a * rng.uniform(0.8, 1.2) * math.cos(t / 2), y + b * rng.uniform(0.8, 1.2) * math.sin(t / 2))
+                   for t in range(13)]  # fmt: skip
+        pen.polygon(corners, 255) if rng.random() < 0.5 else pen.ellipse(
+            (x - a, y - b, x + a, y + b), 255
+        )
+    part = cloth.crop(
+        (cloth.width // 3, cloth.height // 4, cloth.width * 2 // 3, cloth.height * 2 // 3)
+    )
+    shade = ImageEnhance.Brightness(part.resize(size, Image.Resampling.BICUBIC))
+    image.paste(
+        shade.enhance(rng.uniform(0.7, 1.1)), mask=mask.filter(ImageFilter.GaussianBlur(1.5))
+    )
+    return image
+
+
 def _strange(rng: random.Random, files: Files) -> Image.Image:
-    """What no list has: a photograph in shuffled pieces, two at once, a piece of cloth or of a card, or a pattern."""
-    name, other = rng.sample(sorted(files), 2)
-    image = _look(rng, _open(rng.choice(files[name])[-1]))
-    u = rng.random()
-    if u < 0.3:
-        n = rng.choice((2, 3, 4))
-        w, h = image.width // n, image.height // n
-        places = [(i % n * w, i // n * h) for i in range(n * n)]
-        pieces = [image.crop((x, y, x + w, y + h)) for x, y in places]
-        rng.shuffle(pieces)
-        for piece, place in zip(pieces, places, strict=True):
-            image.paste(ImageOps.mirror(piece) if rng.random() < 0.5 else piece, place)
-        return image
+    """What no list has: a photograph in shuffled pieces, two at once, produce in other colours, a scrap of cloth, or a
+    pattern."""
+    u, groups = rng.random(), _groups("photo")
+    wanted = "produce" if 0.25 <= u < 0.6 else "clothes" if 0.6 <= u < 0.9 else ""
+    names = [n for n in sorted(files) if groups.get(n) == wanted and n != "aubergine"]
+    first, second = (
+        _open(rng.choice(files[rng.choice(names or sorted(files))])[-1]) for _ in range(2)
+    )
+    if u < 0.1:
+        return _shuffled(rng, _look(rng, first))
+    if u < 0.25:
+        image = _look(rng, first)
+        return Image.blend(image, _look(rng, second).resize(image.size), rng.uniform(0.4, 0.6))
     if u < 0.6:
-        second = _look(rng, _open(rng.choice(files[other])[-1])).resize(image.size)
-        return Image.blend(image, second, rng.uniform(0.4, 0.6))
-    groups = _groups("photo")
-    smooth = [name for name in files if groups.get(name) in ("clothes", "cards")]
-    if u < 0.75 and smooth:
-        image = _open(rng.choice(files[rng.choice(smooth)])[-1])
-        side = max(8, round(rng.uniform(0.1, 0.22) * min(image.size)))
-        x, y = (round(rng.uniform(0.3, 0.7) * (long - side)) for long in image.size)
-        return image.crop((x, y, x + side, y + side)).resize((110, 110), Image.Resampling.BICUBIC)
+        return _tinted(rng, _look(rng, first, "produce"))
+    if u < 0.9:
+        return _scrap(rng, first, second)
     n = rng.randint(2, 24)
     dark, light = (hsv(rng, (0, 0.8), (0.1, 1)) for _ in range(2))
     noise = Image.frombytes("L", (n, n), rng.randbytes(n * n)).resize(
@@ -247,12 +295,6 @@ def _caption(things: Sequence[_Thing], noun: str, width: int) -> list[Ask]:
     return [Ask("caption", f"{noun} caption", "short", text)]
 
 
-def _near(others: list[str]) -> list[str]:
-    """The photographs outside the list that look most like those in it."""
-    near = {f"?{k}" for k, name in photographs()[0].items() if name.group in ("produce", "clothes")}
-    return [name for name in others if name in near]
-
-
 def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) -> Picture:
     files = _files(noun, held)
     ground, _ = draw_ground(rng, width, height, plain=0.6)
@@ -261,7 +303,9 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
         [n for n in sorted(files) if n.startswith("?") == out] for out in (False, True)
     )
     outside = PHOTOS_OUTSIDE if noun == "photo" and not held else OUTSIDE
-    likely = others if held else others + _near(others) * 2
+    groups = _groups(noun, listed=False)
+    near = [name for name in others if groups.get(name) in ("produce", "clothes")]
+    likely = others if held else others + near * 2  # those that look most like what is listed
     pool = rng.sample(names, min(len(names), rng.choice((2, 4, 8, 20))))
     fills = noun == "photo" and rng.random() < 0.3 and max(width, height) < 1.6 * min(width, height)
     things = []
@@ -273,8 +317,7 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
         else:
             strange = not held and name in others and rng.random() < STRANGE
             image, label = (_strange(rng, files), OTHER) if strange else (_open(data), label)
-            whole = _groups(noun).get(name) in ("clothes", "cards")
-            image = image if held or strange else _look(rng, image, whole)
+            image = image if held or strange else _look(rng, image, groups[name])
             box = (0, 0, width, height)
             if fills:
                 ground = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
