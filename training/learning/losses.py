@@ -27,7 +27,7 @@ EMPTY = 0.01  # weight of a place without a character, or of a cell without an o
 SIGMA_START, SIGMA_END, SIGMA_UNTIL = 16.0, 2.0, 0.08  # bins, and progress of the plan
 HELP_START, HELP_END = 0.7, 0.2
 # Of horizontal and upright characters, and of what an object stands for.
-HELP_READ = (1.0, 0.5, 1.5)
+HELP_READ = (1.0, 0.7, 1.5)
 
 
 class PageHelper(nn.Module):
