@@ -11,7 +11,15 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from training.domains.picture import Ask, Box, Picture, Pixels, Point
+from training.domains.picture import Ask, Box, Picture, Pixels, Point, centre, in_clear_order
+
+TURNED, MOST_TURN = 0.1, 6.0  # share of the pictures that are turned; degrees
+_HOLLOW = ("icons", "emoji")  # of which the box of what is turned isn't known
+_LISTS = (
+    "icons caption",
+    "photo caption",
+    "emoji caption",
+)  # tell things in the order of their places
 
 
 def compress(rng: random.Random, pixels: Pixels) -> Pixels:
@@ -27,7 +35,9 @@ def compress(rng: random.Random, pixels: Pixels) -> Pixels:
 def turn(picture: Picture, degrees: float) -> Picture:
     """Turned around its middle against the clock; the ground of its first pixel fills the corners.
 
-    A box becomes the box around the turned one. Requests to segment, and what leaves the picture, are left out.
+    A box becomes the box around the turned one, and several boxes have the order of their new places. Requests to
+    segment, what leaves the picture, what has no clear order, and boxes of what doesn't fill its box are left out.
+    Scenes of shapes turn themselves (domains/shapes), since what is left of what changes, too.
     """
     height, width = picture.pixels.shape[:2]
     image = Image.fromarray(np.array(picture.pixels))
@@ -47,10 +57,14 @@ def turn(picture: Picture, degrees: float) -> Picture:
     def inside(box: Box) -> bool:
         return box[0] >= -2 and box[1] >= -2 and box[2] <= width + 2 and box[3] <= height + 2
 
+    left_out = ("segment", "detect") if picture.domain in _HOLLOW else ("segment",)
+    kept = (a for a in picture.asks if a.skill not in left_out)
+    moved = (
+        _moved(a, width, move, around) for a in kept if a.kind not in _LISTS or "," not in a.answer
+    )
     return Picture(
         np.asarray(turned),
-        [ask for ask in (_moved(ask, move, around) for ask in picture.asks if ask.skill != "segment")
-         if all(map(inside, ask.boxes))],
+        [ask for ask in moved if ask is not None and all(map(inside, ask.boxes))],
         [replace(m, box=box) for m in picture.marks if inside(box := around(m.box))],
         [(*move(x, y), c) for x, y, c in picture.characters],
         picture.complete,
@@ -59,12 +73,19 @@ def turn(picture: Picture, degrees: float) -> Picture:
 
 
 def _moved(
-    ask: Ask, move: Callable[[float, float], Point], around: Callable[[tuple[float, ...]], Box]
-) -> Ask:
+    ask: Ask,
+    width: int,
+    move: Callable[[float, float], Point],
+    around: Callable[[tuple[float, ...]], Box],
+) -> Ask | None:
+    boxes, points = [around(box) for box in ask.boxes], [move(*point) for point in ask.points]
+    order = in_clear_order(range(len(boxes)), width, lambda i: centre(boxes[i]))
+    if order is None:
+        return None
     return replace(
         ask,
-        boxes=tuple(around(box) for box in ask.boxes),
-        points=tuple(move(*point) for point in ask.points),
+        boxes=tuple(boxes[i] for i in order),
+        points=tuple(points[i] for i in order if points),
         steps=tuple((words, tuple(move(*p) for p in points)) for words, points in ask.steps),
         refs=tuple(move(*ref) if len(ref) == 2 else around(ref) for ref in ask.refs),
     )

@@ -29,13 +29,13 @@ WANTED = {
     "charts extreme": 3, "charts series here": 1.5, "charts series": 1.5, "charts value reasoned": 0.5,
     "charts table": 0.6, "charts value here": 0.3, "charts tick": 0.2, "charts axis": 0.3, "charts kind": 0.2,
     "charts title": 0.3, "charts trend": 0.6, "charts detect": 0.4, "charts caption": 0.2,
-    "shapes caption short": 3, "shapes count": 2, "shapes count reasoned": 0.5, "shapes presence reasoned": 0.5,
+    "shapes caption short": 2, "shapes count": 4, "shapes segment": 2, "shapes count reasoned": 0.5,
+    "shapes presence reasoned": 0.5,
     "icons count": 4, "icons point": 0.5, "icons caption": 2, "screens cell": 2, "screens field": 2,
     "screens click": 0.5, "screens element": 0.5, "screens menu": 0.5, "text value": 1.5, "text cell": 1.5,
     "text line": 4, "text here": 4, "text read": 2, "absent": 1.5,
     "photo name": 4, "photo outside": 4, "photo caption": 0.5, "emoji name": 3, "emoji outside": 2,
 }  # fmt: skip
-TURNED, MOST_TURN = 0.1, 6.0  # share of the pictures that are turned; degrees
 TILED = 0.25  # share of the steps whose pictures need more than one crop
 # Share of a step's images, by crops, so that steps take alike.
 IMAGES = {1: 1.0, 3: 0.45, 4: 0.35, 5: 0.3}

@@ -18,13 +18,13 @@ from training.domains.charts.sketched import sketch
 from training.domains.charts.tables import make_table
 from training.domains.drawn import Place
 from training.domains.phrasing import off_topic, vary
-from training.domains.picture import NOT_SHOWN, SAME_COLUMN, Ask, Mark, Picture, in_order
+from training.domains.picture import NOT_SHOWN, SAME_COLUMN, Ask, Mark, Picture, find, in_order
 from training.domains.screens import draw as screens
-from training.domains.shapes.draw import _caption, _grid_scene, draw_with_pillow
+from training.domains.shapes.draw import _caption, _grid_scene, draw_with_pillow, turned
 from training.domains.text.page import Page
 from training.mixture import draw_picture
 from training.scenes.captions import named_objects, objects_of
-from training.scenes.scenes import draw_scene
+from training.scenes.scenes import MIN_CONTRAST, contrast, draw_scene
 from training.scenes.vocabulary import HELD_OUT, NUMBER_WORDS
 
 OWN = ("shapes", "text", "charts", "icons", "photos", "emoji")  # drawn without a browser's archive
@@ -68,7 +68,8 @@ def test_pictures_and_questions_are_well_formed(pictures: list[Picture]) -> None
 def test_marks_lie_on_ink(pictures: list[Picture]) -> None:
     marks = shown = 0
     for picture in pictures:
-        for mark in (m for m in picture.marks if m.label != "pie"):  # a slice has one colour
+        pie = any(mark.label == "pie" for mark in picture.marks)  # a slice has one colour
+        for mark in () if pie else picture.marks:
             x0, y0, x1, y1 = (round(v) for v in mark.box)
             inside = picture.pixels[max(y0 - 3, 0) : y1 + 3, max(x0 - 3, 0) : x1 + 3].astype(float)
             marks += 1
@@ -142,9 +143,36 @@ def test_what_is_known_turns_with_the_picture(degrees: float) -> None:
     assert moved.points[0] == pytest.approx((columns.mean(), rows.mean()), abs=1)
 
 
+def test_boxes_of_a_turned_picture_have_the_order_of_their_new_places() -> None:
+    boxes = (190.0, 20.0, 210.0, 40.0), (190.0, 250.0, 210.0, 270.0)
+    picture = Picture(np.zeros((300, 400, 3), np.uint8), [find("point", "x", "all", boxes)])
+    for degrees, heights in ((6, [40, 260]), (-6, [260, 40])):
+        (ask,) = turn(picture, degrees).asks
+        found = [(x, y) for x, y in ask.points]
+        assert found == sorted(found) and [y for _, y in found] == pytest.approx(heights, abs=15)
+    assert not turn(picture, -1).asks  # neither one above the other nor well apart
+
+
+def test_a_turned_scene_is_what_a_turned_picture_shows() -> None:
+    shown = 0
+    for seed in range(12):
+        scene = draw_scene(random.Random(seed), 480, 360, 3)
+        leaning = turned(scene, 6)
+        pixels = np.asarray(Image.fromarray(draw_with_pillow(random.Random(1), scene)).rotate(6))
+        for shape in leaning.shapes if leaning is not scene else ():
+            x, y = shape.anchor
+            shown += shape.style == 0
+            off = np.abs(pixels[round(y), round(x)] - np.array(shape.rgb) * 255).max()
+            assert shape.style or off < 4
+    assert shown > 5
+
+
 def test_a_grid_is_told_column_by_column() -> None:
     for seed in range(40):
-        shapes = _grid_scene(random.Random(seed), 640, 480, held=False).shapes
+        scene = _grid_scene(random.Random(seed), 640, 480, held=False)
+        shapes = scene.shapes
+        assert all(max(s.box[2] - s.box[0], s.box[3] - s.box[1]) > 14 for s in shapes)
+        assert all(contrast(s.rgb, scene.background) > MIN_CONTRAST for s in shapes)
         assert list(shapes) == in_order(shapes, 640, lambda s: s.centre)
         gaps = np.diff([s.centre[0] / 640 for s in shapes])
         assert ((abs(gaps) < 1e-6) | (gaps > 1.4 * SAME_COLUMN)).all()

@@ -97,17 +97,27 @@ def find(skill: str, kind: str, text: str, boxes: Iterable[Box]) -> Ask:
     return Ask(skill, kind, text, boxes=boxes, points=points)
 
 
-def in_order(things: Sequence[Any], width: float, at: Callable[[Any], Point]) -> list[Any]:
+def in_order(
+    things: Sequence[Any], width: float, at: Callable[[Any], Point], same: float = SAME_COLUMN
+) -> list[Any]:
     """From left to right, and from top to bottom where the places are nearly one above the other.
 
-    So also equal shapes in aligned columns have one order.
+    So also equal shapes in aligned columns have one order. same: the width of a column, a share of ``width``.
     """
     columns: list[list[Any]] = []
     for thing in sorted(things, key=lambda thing: at(thing)[0]):
-        if not columns or at(thing)[0] - at(columns[-1][0])[0] >= SAME_COLUMN * width:
+        if not columns or at(thing)[0] - at(columns[-1][0])[0] >= same * width:
             columns.append([])
         columns[-1].append(thing)
     return [t for column in columns for t in sorted(column, key=lambda thing: at(thing)[1])]
+
+
+def in_clear_order(
+    things: Sequence[Any], width: float, at: Callable[[Any], Point]
+) -> list[Any] | None:
+    """As in_order; None if two places are neither nearly one above the other nor well apart."""
+    narrow, wide = (in_order(things, width, at, SAME_COLUMN * times) for times in (0.6, 1.5))
+    return narrow if narrow == wide else None
 
 
 def as_numpy(rng: random.Random) -> np.random.Generator:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
-from training.camera import compress, turn
+from training.camera import MOST_TURN, TURNED, compress, turn
 from training.domains.charts.questions import EXTREMES
 from training.domains.photos.names import UNKNOWN
 from training.domains.photos.names import labels as photographed
@@ -23,8 +23,6 @@ from training.domains.picture import Picture
 from training.kestrel_small import CONFIG
 from training.mixture import (
     DOMAINS,
-    MOST_TURN,
-    TURNED,
     draw_domain,
     draw_picture,
     draw_size,
@@ -189,7 +187,7 @@ class Steps(Dataset[Batch]):
         while len(pictures) < images_of(size, self.images):
             try:
                 drawn = draw_picture(rng, draw_domain(rng), size)
-                if rng.random() < TURNED:
+                if drawn.domain != "shapes" and rng.random() < TURNED:
                     drawn = turn(drawn, rng.uniform(-MOST_TURN, MOST_TURN))
                 pictures.append(replace(drawn, pixels=compress(rng, drawn.pixels)))
             except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:

@@ -10,20 +10,30 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image, ImageDraw
 
+from training.camera import MOST_TURN, TURNED
 from training.domains.ground import draw_ground
 from training.domains.phrasing import absent_object, off_topic, tell, vary
-from training.domains.picture import Ask, Mark, Picture, Pixels, in_order
+from training.domains.picture import (
+    Ask,
+    Mark,
+    Picture,
+    Pixels,
+    in_clear_order,
+    in_order,
+    view_scale,
+)
 from training.scenes import scenes
 from training.scenes.captions import LENGTHS, caption, normal_caption, objects_of
 from training.scenes.paths import path_tokens
 from training.scenes.phrases import WAYS, Phrase, draw_absent, draw_present, object_words, refer
-from training.scenes.questions import as_ask, count, draw_question
+from training.scenes.questions import Question, as_ask, count, draw_question
 from training.scenes.render import render_scene
-from training.scenes.scenes import CENTRE_GAP, Scene, Shape, draw_scene, stripe_gap
+from training.scenes.scenes import CENTRE_GAP, MIN_CONTRAST, Scene, Shape, draw_scene, stripe_gap
 from training.scenes.shapes import geometry, place, unit_bounds
 from training.scenes.vocabulary import COLOURS, FOREIGN_NOUNS, HELD_OUT, MEASURED_COLOURS, SHAPES
 
 GROUPED = 6  # shapes, up to which a short caption groups them
+SMALLEST = 9.0, 15.0  # side of a shape: pixels of the picture, and of the model's view
 
 
 def _grid_scene(rng: random.Random, width: int, height: int, held: bool) -> Scene:
@@ -46,13 +56,18 @@ def _grid_scene(rng: random.Random, width: int, height: int, held: bool) -> Scen
     background = scenes.draw_background(rng)
     style = rng.choice((0, 0, 0, 1, 2, 3))
     room = min(cell_w - (rows - 1) * step, cell_h / (1 + 2 * jitter))
-    r = 0.5 * room * rng.uniform(0.35, 0.8)
+    least = max(SMALLEST[0], SMALLEST[1] / view_scale(width, height)) * (1.33 if step else 1)
+    if least > 0.8 * room:  # too many to see
+        return _grid_scene(rng, width, height, held)
+    r = 0.5 * max(least, room * rng.uniform(0.35, 0.8))
     shapes = []
     for cell in cells:
         kind, colour = rng.choice(kinds), rng.choice(colours)
         rgb = scenes.draw_colour(rng, colour)
         for _ in range(20):
-            if scenes.contrast(rgb, background) > 0.3 and (held or (colour, kind) not in HELD_OUT):
+            if scenes.contrast(rgb, background) > MIN_CONTRAST and (
+                held or (colour, kind) not in HELD_OUT
+            ):
                 break
             colour = rng.choice(colours) if rng.random() < 0.5 else rng.randrange(len(COLOURS))
             rgb = scenes.draw_colour(rng, colour)
@@ -62,9 +77,10 @@ def _grid_scene(rng: random.Random, width: int, height: int, held: bool) -> Scen
         aside = (turns[column][row] - (rows - 1) / 2) * step
         x = (column + 0.5) * cell_w + aside - size * (u0 + u1) / 2
         y = (row + 0.5 + rng.uniform(-jitter, jitter)) * cell_h - size * (v0 + v1) / 2
-        own = rng.randrange(3) if style == 3 else style
+        own, gap = rng.randrange(3) if style == 3 else style, stripe_gap(colour, rgb)
+        own = 0 if scenes.contrast(gap, background) < 0.5 * MIN_CONTRAST else own
         shapes.append(
-            Shape(kind, colour, own, x, y, size, 0.0, rgb, stripe_gap(colour, rgb), 0.2 * size, 0.5 * size)
+            Shape(kind, colour, own, x, y, size, 0.0, rgb, gap, 0.2 * size, 0.5 * size)
         )  # fmt: skip
     shapes = in_order(shapes, width, lambda s: s.centre)  # so also captions have one order
     return Scene(
@@ -72,11 +88,30 @@ def _grid_scene(rng: random.Random, width: int, height: int, held: bool) -> Scen
     )
 
 
+def turned(scene: Scene, degrees: float) -> Scene:
+    """Turned against the clock; unchanged if a shape leaves the picture, or the order becomes open."""
+    w, h, turn = scene.width / 2, scene.height / 2, -math.radians(degrees)
+    c, s = math.cos(turn), math.sin(turn)
+    shapes = [
+        replace(a, cx=w + c * (a.cx - w) - s * (a.cy - h), cy=h + s * (a.cx - w) + c * (a.cy - h), angle=a.angle + turn)
+        for a in scene.shapes
+    ]  # fmt: skip
+    order = in_clear_order(range(len(shapes)), scene.width, lambda i: shapes[i].centre)
+    if order is None or not all(
+        0 <= x0 and 0 <= y0 and x1 <= 2 * w and y1 <= 2 * h
+        for x0, y0, x1, y1 in (a.box for a in shapes)
+    ):
+        return scene
+    painted = tuple(order.index(i) for i in scene.order)
+    return replace(scene, shapes=tuple(shapes[i] for i in order), order=painted)
+
+
 def draw_with_pillow(rng: random.Random, scene: Scene) -> Pixels:
     """The second renderer: polygons by Pillow, sampled 1, 2 or 3 times a pixel, on a ground of its own."""
     first = tuple(round(255 * c) for c in scene.background.first)
-    image, _ = draw_ground(rng, scene.width, scene.height)
-    if rng.random() < 0.8:
+    image, ground = draw_ground(rng, scene.width, scene.height)
+    apart = min((math.dist(s.rgb, [c / 255 for c in ground]) for s in scene.shapes), default=1)
+    if rng.random() < 0.8 or apart < MIN_CONTRAST:
         image.paste(first, (0, 0, scene.width, scene.height))  # type: ignore[arg-type]
     n = rng.choice((1, 2, 3, 3))
     border = rng.random() < 0.12
@@ -128,10 +163,19 @@ def _caption(scene: Scene, length: str) -> str:
     return f"{count}: {each if len(scene.shapes) > GROUPED else short[0].lower() + short[1:]}"
 
 
-def _questions(rng: random.Random, scene: Scene, few: bool) -> Iterator[Ask]:
-    made = [count(rng, scene) for _ in range(4)]
+def _counts(rng: random.Random, scene: Scene, held: bool) -> list[Question]:
+    """Four questions. In training, three ask for many, since nine of ten random ones ask for few."""
+    made = [q for q in (count(rng, scene) for _ in range(4 if held else 10)) if q]
+    if held:
+        return made
+    made = sorted({q.steps: q for q in made}.values(), key=lambda q: int(q.answer))
+    return rng.sample(chosen := made[-3:] + made[:-3][:1], len(chosen))
+
+
+def _questions(rng: random.Random, scene: Scene, few: bool, held: bool) -> Iterator[Ask]:
+    made: list[Question | None] = [*_counts(rng, scene, held)]
     made += [draw_question(rng, scene) for _ in range(5)] if few else [count(rng, scene)]
-    for number, q in enumerate(filter(None, made)):
+    for number, q in enumerate(q for q in made if q):
         text = q.text if rng.random() < 0.6 else vary(rng, q.text)
         if q.kind == "listing":
             q = replace(q, answer=_caption(scene, "short"))
@@ -189,6 +233,8 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         scene = draw_scene(rng, width, height, many, held, palette)
     else:
         scene = _grid_scene(rng, width, height, held)
+    if not held and rng.random() < TURNED:
+        scene = turned(scene, rng.uniform(-MOST_TURN, MOST_TURN))
     few = len(scene.shapes) <= 12
     takes_long = width * height >= 400_000 or not few
     if rng.random() < (0.25 if held else 0.06) and not takes_long:
@@ -199,7 +245,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     lengths = ["short"] if rng.random() < 0.5 else ["short", rng.choice(LENGTHS)]
     for length in lengths if few else ():
         asks.append(Ask("caption", f"shapes caption {length}", length, _caption(scene, length)))
-    asks += _questions(rng, scene, few)
+    asks += _questions(rng, scene, few, held)
     asks += filter(None, (_segment(rng, scene) for _ in range(2)))
     missing = _missing(rng, scene) if rng.random() < 0.5 else None
     asks.append(missing or (off_topic(rng) if rng.random() < 0.5 else absent_object(rng)))
