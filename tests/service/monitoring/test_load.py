@@ -6,8 +6,8 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -210,7 +210,13 @@ def reports_of(channel, interval_s=0, metadata=None):
 
 
 async def test_reports_in_a_stream(serve, monkeypatch):
-    monkeypatch.setattr(load_reports, "SHORTEST_INTERVAL_S", 0.2)
+    pauses_s, ends = [], asyncio.Semaphore(0)
+
+    async def sleep(seconds):
+        pauses_s.append(seconds)
+        await ends.acquire()
+
+    monkeypatch.setattr(load_reports, "asyncio", SimpleNamespace(sleep=sleep))
     served = await serve(EndlessRuntime(), server_config={"orca": True})
     stream = reports_of(served.channel)
     idle = await stream.read()
@@ -218,18 +224,15 @@ async def test_reports_in_a_stream(serve, monkeypatch):
     assert idle.named_metrics["kv_cache_pages"] == ENDLESS.num_pages
     busy = served.vision.StreamQuery(query(NO_END))
     await busy.read()
+    ends.release()
     while (await stream.read()).named_metrics["running_requests"] != 1:
-        pass
-    began = time.monotonic()
-    await stream.read()
-    await stream.read()
-    assert time.monotonic() - began > 0.2, "no faster than the shortest interval"
+        ends.release()
     busy.cancel()
     stream.cancel()
-    slower = reports_of(served.channel, interval_s=600)
-    await slower.read()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(slower.read(), 0.5)  # The next one comes after 600 s.
+    for interval_s in (600, 1e6):
+        assert await reports_of(served.channel, interval_s=interval_s).read()
+    await until(lambda: 3600 in pauses_s)
+    assert set(pauses_s) == {1, 600, 3600}, "no faster than once a second"
 
 
 async def test_who_may_read_the_stream_and_how_many_of_them(serve, tmp_path):
