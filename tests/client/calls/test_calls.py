@@ -303,7 +303,7 @@ async def test_mutual_tls_and_token(tls_peer: tuple[Any, Path, Path]) -> None:
 
 def test_tls_needs_a_trusted_server(tls_peer: tuple[Any, Path, Path]) -> None:
     peer, _, _ = tls_peer
-    with KestrelClient(peer.target, tls=True, timeout=5) as client:
+    with KestrelClient(peer.target, tls=True, timeout=60) as client:
         with pytest.raises(UnavailableError):
             client.query(None, "q")
 
