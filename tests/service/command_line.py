@@ -4,6 +4,7 @@ milliseconds; ``executed`` runs one as users do."""
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,10 @@ Done = subprocess.CompletedProcess
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's variables, less those that would change defaults. Torch computes with one thread."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KESTREL_")}
+    """This process's variables, less those that would change defaults or lead to a proxy. Torch computes with one
+    thread."""
+    changing = re.compile("KESTREL_|https?_proxy$", re.IGNORECASE)
+    inherited = {k: v for k, v in os.environ.items() if not changing.match(k)}
     return {**inherited, "KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0", **variables}
 
 

@@ -83,10 +83,13 @@ async def test_a_request_that_waits_in_the_queue_is_dropped_at_its_deadline(serv
     await all_freed(served)
 
 
-async def test_a_request_that_waits_too_long_is_refused_with_a_hint(serve):
-    served = await serve(EndlessRuntime(), max_queue_wait_s=0.4)
+async def test_a_request_that_waits_too_long_is_refused_with_a_hint(moved_clock, serve):
+    served = await serve(EndlessRuntime(), max_queue_wait_s=60)
     running = await fill(served)
-    told = await failure(served.vision.Query(LONG))
+    late = asyncio.ensure_future(failure(served.vision.Query(LONG)))
+    await until(lambda: served.engine.num_requests > len(running))
+    moved_clock.advance(60)
+    told = await late
     assert told.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert told.reason == "QUEUE_TIMEOUT"
     assert told.retry_after_s is not None

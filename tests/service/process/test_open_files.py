@@ -60,21 +60,22 @@ def test_the_watch_complains_once_a_minute_until_there_is_room(caplog, still_clo
 
 
 def test_the_limit_is_raised_and_compared_with_the_connections():
+    def security(most):
+        return SecurityConfig(connections=ConnectionLimits(connections=most))
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
+        one = ServerConfig(security=security(772))
+        both = replace(one, http=HttpConfig(http_listen=("127.0.0.1:0",)))
+        assert complaint(one) is None
+        assert "--max-connections 772, for gRPC and for HTTP, may need" in complaint(both)
+        assert complaint(replace(both, security=security(386))) is None
+        assert "may need 1003 open files, and this process may open 1000" in complaint(
+            replace(both, security=security(387))
+        )
         raise_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1300, hard))
-        assert complaint(ServerConfig()) is None
-        config = ServerConfig(http=HttpConfig(http_listen=("127.0.0.1:0",)))
-        assert "--max-connections 1000, for gRPC and for HTTP, may need" in complaint(config)
-        few = SecurityConfig(connections=ConnectionLimits(connections=521))
-        assert complaint(replace(config, security=few)) is None
-        few = SecurityConfig(connections=ConnectionLimits(connections=522))
-        assert "may need 1303 open files, and this process may open 1300" in complaint(
-            replace(config, security=few)
-        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -264,6 +264,7 @@ async def test_the_room_bounds_bytes_and_no_owner_takes_all():
 
 
 async def test_a_store_that_does_not_answer_is_logged_at_the_start(caplog):
+    pytest.importorskip("redis")
     events = []
     config = SharedImagesConfig(url="redis://127.0.0.1:1")
     images = SharedImages.open(config, events.append)

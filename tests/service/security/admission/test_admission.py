@@ -272,7 +272,6 @@ async def test_no_call_takes_longer_than_the_server_lets_it(serve, timeout):
     told = await failure(served.vision.StreamQuery(stream, timeout=timeout))
     assert "0.3 s" in told.message
     await until(lambda: not served.engine.num_requests)
-    assert (await served.vision.Query(query())).usage.output_tokens == 2
 
 
 async def test_a_full_queue_refuses_before_a_message_is_decoded(serve, tmp_path):
