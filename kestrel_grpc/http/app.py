@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from .dialects import (
     openai,
     responses,
 )
-from .edge import Endpoint, HttpEdge
+from .edge import Endpoint, Endpoints, HttpEdge
 from .files import page_routes
 from .metrics import metrics
 from .openapi import document_of
@@ -85,16 +85,15 @@ def application(
 ) -> Any:
     """The ASGI application. ``origins``: of the pages whose programs may read the responses; "*" stands for all.
     ``runner``: None if the server takes no batches."""
-    vision, _, models, inference, _, served = services
-    largest = guard.messages.largest
-    dialects: list[Mapping[tuple[str, str], Endpoint]] = [
-        moondream.endpoints(vision, lambda: served.names),
-        openai.endpoints(vision, models, lambda: served.names),
-        completions.endpoints(vision, lambda: served.names),
-        responses.endpoints(vision, lambda: served.names),
-        messages.endpoints(vision, lambda: served.names),
-        ollama.endpoints(vision, models, lambda: served.names),
-        kserve.endpoints(inference),
+    served, largest = services.served, guard.messages.largest
+    dialects: list[Endpoints] = [
+        moondream.endpoints(services),
+        openai.endpoints(services),
+        completions.endpoints(services),
+        responses.endpoints(services),
+        messages.endpoints(services),
+        ollama.endpoints(services),
+        kserve.endpoints(services),
         grpc_web.endpoints(services, largest),
         *connect.endpoints(services, largest),
     ]

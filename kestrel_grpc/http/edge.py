@@ -80,6 +80,10 @@ class Endpoint:
     """Returns the seconds that the client waits for the response; None if it does not say."""
 
 
+Endpoints = dict[tuple[str, str], Endpoint]
+"""By verb and path."""
+
+
 class HttpEdge:
     """``fetcher``: None if the server fetches no images."""
 

@@ -6,7 +6,7 @@ It uses no library of schemas: msgspec and pydantic know no fields that are refu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -15,6 +15,7 @@ from kestrel_engine import FieldPath, InvalidRequest, UnsupportedImageError
 
 from .fetching import Addresses, is_address
 
+_T = TypeVar("_T")
 _KINDS: dict[type, str] = {
     str: "a string",
     bool: "true or false",
@@ -141,6 +142,15 @@ def positive(fields: Fields, key: str) -> int | None:
     if value is not None and not 1 <= value <= _MOST:
         raise InvalidRequest(fields.at(key), f"must be in [1, {_MOST}], got {value}")
     return value
+
+
+def choice(fields: Fields, key: str, default: str, values: dict[str, _T]) -> _T:
+    """What ``values`` has for a text. Raises InvalidRequest."""
+    given = fields.text(key, default)
+    if given not in values:
+        known = ", ".join(values)
+        raise InvalidRequest(fields.at(key), f"must be one of {known}, got {given[:50]!r}")
+    return values[given]
 
 
 def json_fields(body: bytes | bytearray, addresses: Addresses | None = None) -> Fields:

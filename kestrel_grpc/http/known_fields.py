@@ -64,6 +64,12 @@ class KnownFields:
                 near |= dict.fromkeys(_shortened(name), name)
         return near
 
+    def inner(self, fields: Fields, key: str) -> Fields:
+        """The fields of the object ``key``, checked. Raises InvalidRequest."""
+        found = fields.inner(key)
+        self.check(found)
+        return found
+
     def check(self, fields: Fields) -> None:
         """Logs each unknown field once. Raises InvalidRequest."""
         for key, value in fields.values.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kestrel_client._pb.kestrel.v1 import (
@@ -27,6 +27,11 @@ class HttpServices(NamedTuple):
     inference: InferenceService
     batches: BatchService
     served: ServedModels
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Those of the served models, the default first."""
+        return self.served.names
 
     def methods(self) -> Iterator[tuple[str, Any, Any]]:
         """The methods of kestrel.v1 for callers: the path, the descriptor, and the service's method."""

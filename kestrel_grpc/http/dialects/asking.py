@@ -7,7 +7,7 @@ other names renames these.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
@@ -17,10 +17,10 @@ from kestrel_engine import FieldPath, InvalidRequest
 from ...edge.calls.call import Context
 from ...services.messages.json_values import finish_reason
 from ...services.messages.task_fields import short_path
-from ...services.vision import VisionService
 from ..edge import ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..refusals import Rename, renamed
+from ..services import HttpServices
 from .conversation import FIELDS, Conversation
 from .grounding import Wanted, wanted_places
 from .known_fields import OPENAI_SAMPLING, RESPONSE_FORMAT
@@ -53,37 +53,53 @@ class Asked(NamedTuple):
     rename: Rename
     places: Wanted | None
 
+    def call(
+        self,
+        fields: Fields,
+        whole: Callable[[Any], Any],
+        events: Callable[[Any], Iterable[bytes]],
+        rename: Rename = lambda path: path,
+        failed: Callable[[bytes], bytes] | None = None,
+    ) -> ServiceCall:
+        """As a stream, if ``fields`` ask for one. ``rename``: of the paths of chat completions. The others: as of
+        ServiceCall."""
+
+        def path_of(path: FieldPath) -> FieldPath:
+            return rename(self.rename(path))
+
+        if not fields.flag("stream"):
+            return ServiceCall(self.request, self.query, whole, rename=path_of)
+        return ServiceCall(self.request, self.stream_query, whole, events, path_of, failed)
+
 
 def ask(
     fields: Fields,
     talk: Conversation,
     form: Fields,
-    service: VisionService,
-    names: Sequence[str],
+    services: HttpServices,
     *,
     reasoning: bool,
     sampling: SamplingFields = OPENAI_SAMPLING,
 ) -> Asked:
-    """``form``: of the answer, as ``response_format`` has it. ``names``: those of the served models, the default first.
-    Raises InvalidRequest."""
+    """``form``: of the answer, as ``response_format`` has it. Raises InvalidRequest."""
+    vision = services.vision
     max_crops = positive(fields, "max_crops")
     wanted = wanted_places(talk.last.text, form) if talk.images else None
     if wanted is not None:
-        return _ask_for_places(fields, talk, wanted, service, names, max_crops, sampling)
+        return _ask_for_places(fields, talk, wanted, services, max_crops, sampling)
     request = talk.request(reasoning=reasoning, max_crops=max_crops)
-    rename = fill(request.query, request.options, fields, names, sampling)
+    rename = fill(request.query, request.options, fields, services.names, sampling)
     schema = _schema(form)
     if schema is not None:
         request.query.text.constraint.json_schema = schema
-    return Asked(request, request.query, service.Query, service.StreamQuery, rename, None)
+    return Asked(request, request.query, vision.Query, vision.StreamQuery, rename, None)
 
 
 def _ask_for_places(
     fields: Fields,
     talk: Conversation,
     wanted: Wanted,
-    service: VisionService,
-    names: Sequence[str],
+    services: HttpServices,
     max_crops: int | None,
     sampling: SamplingFields,
 ) -> Asked:
@@ -99,13 +115,13 @@ def _ask_for_places(
     if budget := image.max_crops or max_crops:
         request.image.max_crops = budget
     task = getattr(request, wanted.skill)
-    usual = fill(task, request.options, fields, names, sampling)
+    usual = fill(task, request.options, fields, services.names, sampling)
 
     def rename(path: FieldPath) -> FieldPath:
         is_message = len(wanted.names) == 1 and short_path(path)[:1] == ("objects",)
         return ("messages",) if is_message else usual(path)
 
-    find = service.Detect if wanted.skill == "detect" else service.Point
+    find = getattr(services.vision, wanted.skill.title())
 
     async def query(message: Any, context: Context) -> pb.QueryResponse:
         found = await find(message, context)
@@ -128,7 +144,7 @@ def _ask_for_places(
 
 def count(
     asked: Asked,
-    service: VisionService,
+    services: HttpServices,
     answer: Callable[[dict[str, int]], dict[str, Any]],
     rename: Rename,
 ) -> ServiceCall:
@@ -139,7 +155,7 @@ def count(
     request = pb.CountTokensRequest(images=images, tasks=[task], options=given.options)
     return ServiceCall(
         request,
-        service.CountTokens,
+        services.vision.CountTokens,
         lambda response: answer({"input_tokens": response.input_tokens}),
         rename=lambda path: rename(asked.rename(path[2:] if path[:1] == ("tasks",) else path)),
     )
@@ -152,7 +168,8 @@ def fill(
     names: Sequence[str],
     sampling: SamplingFields = OPENAI_SAMPLING,
 ) -> Rename:
-    """Fills in what all requests share. Raises InvalidRequest."""
+    """Fills in what all requests share. ``names``: those of the served models, the default first. Raises
+    InvalidRequest."""
     known: Mapping[FieldPath, FieldPath] = _NAMES | sampling.fill(task, fields)
     if fields.values.get("model") is not None:
         set_model(options, fields.text("model"), names)

@@ -24,7 +24,7 @@ from ...edge.failures.errors import UnsupportedBody
 from ...security.identity.principal import Principal
 from ..body import BODY_COPIES
 from ..context import Scope
-from ..edge import Endpoint, ServiceCall
+from ..edge import Endpoint, Endpoints, ServiceCall
 from ..fields import Fields, json_fields
 from ..forms import JSON, JsonForm
 from .known_fields import known_fields
@@ -49,8 +49,7 @@ _LINES = JsonForm(
 _Work = Callable[[Principal, Scope], Awaitable[Any]]
 
 
-def endpoints(runner: BatchRunner) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path."""
+def endpoints(runner: BatchRunner) -> Endpoints:
     store = runner.store
 
     def endpoint(name: str, work: _Work, types: tuple[bytes, ...] | None = None) -> Endpoint:
@@ -282,7 +281,7 @@ class _Lines:
         return Answer(False, _response(response.status, call, response.whole.data))
 
 
-def forms_of(known: Mapping[tuple[str, str], Endpoint]) -> dict[str, _Lines]:
+def forms_of(known: Endpoints) -> dict[str, _Lines]:
     """By endpoint. ``known``: the endpoints of the port."""
     return {path: _Lines(known["POST", path]) for path in ENDPOINTS}
 

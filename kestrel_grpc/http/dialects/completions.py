@@ -20,10 +20,10 @@ from ...edge.calls.current import current
 from ...edge.messages.fields import take_options
 from ...service_names import VISION_METHODS
 from ...services.answers.several import total_result
-from ...services.vision import VisionService
-from ..edge import Endpoint, ServiceCall
+from ..edge import Endpoint, Endpoints, ServiceCall
 from ..fields import Fields
 from ..forms import sent_event
+from ..services import HttpServices
 from .asking import fill
 from .known_fields import COMPLETIONS
 from .openai import fill_top_logprobs, head, reason_of, samples, usage_json
@@ -34,23 +34,21 @@ _AT_ONCE = 16
 _Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
-def endpoints(
-    vision: VisionService, names: Callable[[], Sequence[str]]
-) -> dict[tuple[str, str], Endpoint]:
-
-    def complete(fields: Fields) -> ServiceCall:
-        return _complete(fields, vision, names())
-
+def endpoints(services: HttpServices) -> Endpoints:
     return {
         ("POST", "/v1/completions"): Endpoint(
-            f"{VISION_METHODS}Query", complete, fields=COMPLETIONS, caps_max_tokens=True
+            *(f"{VISION_METHODS}Query", lambda fields: _complete(fields, services)),
+            fields=COMPLETIONS,
+            caps_max_tokens=True,
         )
     }
 
 
-def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> ServiceCall:
+def _complete(fields: Fields, services: HttpServices) -> ServiceCall:
     """Raises InvalidRequest."""
-    _refuse(fields)
+    COMPLETIONS.check(fields)
+    if fields.whole("best_of") not in (None, samples(fields)):
+        raise InvalidRequest("best_of", f"must be equal to n, got {fields.values['best_of']}")
     prompts = _prompts(fields)
     streams = fields.flag("stream")
     usage = fields.inner("stream_options").flag("include_usage")
@@ -61,7 +59,7 @@ def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> S
         request = pb.QueryRequest()
         task = request.query
         task.question, task.num_samples = prompt, samples(fields)
-        rename = fill(task, request.options, fields, names)
+        rename = fill(task, request.options, fields, services.names)
         if fields.values.get("logprobs") is not None and fields.values["logprobs"] is not False:
             fill_top_logprobs(task, fields, "logprobs")
             task.text.logprobs = True
@@ -70,9 +68,10 @@ def _complete(fields: Fields, service: VisionService, names: Sequence[str]) -> S
     def name(path: FieldPath) -> FieldPath:
         return ("prompt",) if (named := rename(path)) == ("messages",) else named
 
+    vision = services.vision
     if streams:
-        return ServiceCall(requests[0], service.StreamQuery, _completion, _chunks(usage), name)
-    return ServiceCall(requests, _answer_all(service.Query), _completion, rename=name)
+        return ServiceCall(requests[0], vision.StreamQuery, _completion, _chunks(usage), name)
+    return ServiceCall(requests, _answer_all(vision.Query), _completion, rename=name)
 
 
 def _prompts(fields: Fields) -> Sequence[str]:
@@ -90,13 +89,6 @@ def _prompts(fields: Fields) -> Sequence[str]:
                 "prompt" if isinstance(given, str) else ("prompt", index), "must not be empty"
             )
     return prompts
-
-
-def _refuse(fields: Fields) -> None:
-    """Raises InvalidRequest for what would change the answer and is not supported."""
-    COMPLETIONS.check(fields)
-    if fields.whole("best_of") not in (None, samples(fields)):
-        raise InvalidRequest("best_of", f"must be equal to n, got {fields.values['best_of']}")
 
 
 def _answer_all(answer: _Behaviour) -> _Behaviour:

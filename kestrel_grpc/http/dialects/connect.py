@@ -34,7 +34,7 @@ from ...edge.messages.incoming import EOF, Incoming, inflate, is_compressed
 from ...security.admission.admission import MessageTooLarge
 from ..body import BODY_COPIES, Arriving, check_compression, largest_body
 from ..context import Receive, Scope
-from ..edge import Endpoint, ServiceCall
+from ..edge import Endpoint, Endpoints, ServiceCall
 from ..forms import JSON, ByteResponse, ErrorResponse
 from ..refusals import Rename, headers_of, status_of_code
 from ..services import HttpServices
@@ -55,7 +55,6 @@ _STANDARD = bytes.maketrans(b"-_", b"+/")
 """The letters of base64's alphabet for URLs, as those of the standard one."""
 
 _Data = bytes | bytearray
-_Endpoints = dict[tuple[str, str], Endpoint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +96,10 @@ _JSON = _Codec("json", parse_json, to_json)
 _CODECS = {codec.name: codec for codec in (_PROTO, _JSON)}
 
 
-def endpoints(services: HttpServices, largest: int) -> Iterable[_Endpoints]:
-    """Returns the endpoints of each codec by verb and path. ``largest``: limit on the bytes of a message."""
+def endpoints(services: HttpServices, largest: int) -> Iterable[Endpoints]:
+    """The endpoints of each codec. ``largest``: limit on the bytes of a message."""
     for codec in _CODECS.values():
-        made: _Endpoints = {}
+        made: Endpoints = {}
         for path, method, behaviour in services.methods():
             if not method.client_streaming:
                 made["POST", path] = _posted(path, method, behaviour, codec, largest)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest
+
+from ..fields import Fields
+from ..known_fields import KnownFields
 
 IMAGE_ALONE = "Describe this image."
 """The question that an image without text asks. The model needs one."""
@@ -32,6 +35,17 @@ class Message:
     text: str
     images: Sequence[MessageImage]
     path: FieldPath
+
+
+def read_message(
+    fields: Fields,
+    known: KnownFields,
+    content: Callable[[Fields], tuple[str, Sequence[MessageImage]]],
+) -> Message:
+    """``content``: reads text and images. Raises InvalidRequest, UnsupportedImageError."""
+    known.check(fields)
+    text, images = content(fields)
+    return Message(str(fields.values.get("role")), text, images, fields.path)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from ...edge.calls.call import Call
 from ...edge.failures.errors import UnsupportedBody
 from ...edge.failures.statuses import status_of
 from ..context import Scope
-from ..edge import Endpoint, ServiceCall
+from ..edge import Endpoint, Endpoints, ServiceCall
 from ..forms import ByteResponse, ErrorResponse
 from ..refusals import Rename
 from ..services import HttpServices
@@ -40,8 +40,8 @@ _LITERAL = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 """The characters that stand for themselves in grpc-message."""
 
 
-def endpoints(services: HttpServices, largest: int) -> dict[tuple[str, str], Endpoint]:
-    """Returns the endpoints by verb and path. ``largest``: limit on the bytes of a message."""
+def endpoints(services: HttpServices, largest: int) -> Endpoints:
+    """``largest``: limit on the bytes of a message."""
     return {
         ("POST", path): _endpoint(path, method, behaviour, largest)
         for path, method, behaviour in services.methods()

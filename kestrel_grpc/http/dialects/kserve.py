@@ -17,14 +17,14 @@ from kestrel_engine import InvalidRequest
 
 from ...edge.failures.errors import ModelNotReady
 from ...kserve.model import OUTPUT
-from ...kserve.service import InferenceService
 from ...kserve.tensors import BYTES, CONTENT_TYPE, FORMATS, raw_bytes
 from ...security.admission.message_room import ADAPTED_COPIES
 from ...service_names import KSERVE_METHODS
 from ..context import Scope
-from ..edge import Endpoint, ServiceCall
+from ..edge import Endpoint, Endpoints, ServiceCall
 from ..fields import Fields, json_fields
 from ..forms import JSON, ByteResponse, JsonForm
+from ..services import HttpServices
 
 _HEADER_LENGTH = b"inference-header-content-length"
 """The header with the length of the JSON before binary tensors."""
@@ -64,8 +64,8 @@ _MOST_SIDE = 2**63 - 1
 _MOST_DEPTH = 8
 
 
-def endpoints(service: InferenceService) -> dict[tuple[str, str], Endpoint]:
-    """Returns the endpoints by verb and path."""
+def endpoints(services: HttpServices) -> Endpoints:
+    service = services.inference
 
     def get(method: str, answer: Callable[[Any], Any] = plain) -> Endpoint:
         kind = getattr(pb, f"{method}Request")

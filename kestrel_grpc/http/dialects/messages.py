@@ -5,7 +5,7 @@ The messages are a conversation, which asks what it asks in chat completions (as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -19,13 +19,13 @@ from ...edge.failures.statuses import complaint
 from ...edge.messages.fields import located
 from ...service_names import VISION_METHODS
 from ...services.messages.json_values import num_crops
-from ...services.vision import VisionService
-from ..edge import Endpoint, ServiceCall
-from ..fields import Fields, positive
+from ..edge import Endpoint, Endpoints, ServiceCall
+from ..fields import Fields, choice, positive
 from ..forms import JSON, ByteResponse, ErrorResponse, sent_event
 from ..refusals import Rename, refusal, renamed
+from ..services import HttpServices
 from .asking import Asked, ask, count
-from .conversation import MESSAGE, Message, MessageImage, conversation
+from .conversation import MESSAGE, Message, MessageImage, conversation, read_message
 from .known_fields import CHAT_MESSAGE, OPENAI_SAMPLING, known_fields
 from .sampling import NO_SAMPLING, SamplingFields
 
@@ -70,18 +70,14 @@ _KINDS = {
 """The types of errors by status. Others are an invalid_request_error below 500, and an api_error from there on."""
 
 
-def endpoints(
-    vision: VisionService, names: Callable[[], Sequence[str]]
-) -> dict[tuple[str, str], Endpoint]:
+def endpoints(services: HttpServices) -> Endpoints:
 
     def asked(fields: Fields, sampling: SamplingFields) -> Asked:
-        thinking = fields.inner("thinking")
-        THINKING.check(thinking)
-        thinks = _one_of(thinking, "type", "disabled", _THINKING)
+        thinks = choice(THINKING.inner(fields, "thinking"), "type", "disabled", _THINKING)
         with located(_renamed):
             talk = conversation([*_system(fields), *_messages(fields)])
             form = _form(fields)
-            return ask(fields, talk, form, vision, names(), reasoning=thinks, sampling=sampling)
+            return ask(fields, talk, form, services, reasoning=thinks, sampling=sampling)
 
     def answer(fields: Fields) -> ServiceCall:
         MESSAGES.check(fields)
@@ -93,19 +89,12 @@ def endpoints(
         stops = [text for text in fields.texts("stop_sequences") if text]
         if stops:
             found.task.text.logprobs = True  # The tokens tell which text has ended the answer.
-        shows = _one_of(thinking, "display", "summarized", _DISPLAYS)
-        parts = _Parts(stops, shows)
-
-        def rename(path: FieldPath) -> FieldPath:
-            return _renamed(found.rename(path))
-
-        if not fields.flag("stream"):
-            return ServiceCall(found.request, found.query, parts.whole, rename=rename)
-        return ServiceCall(found.request, found.stream_query, dict, parts.events, rename)
+        parts = _Parts(stops, choice(thinking, "display", "summarized", _DISPLAYS))
+        return found.call(fields, parts.whole, parts.events, _renamed)
 
     def counted(fields: Fields) -> ServiceCall:
         _COUNTED.check(fields)
-        return count(asked(fields, NO_SAMPLING), vision, dict, _renamed)
+        return count(asked(fields, NO_SAMPLING), services, dict, _renamed)
 
     form = _Errors()
     return {
@@ -145,16 +134,6 @@ def _renamed(path: FieldPath) -> FieldPath:
     return renamed(path, _NAMES)
 
 
-def _one_of(fields: Fields, key: str, default: str, values: dict[str, bool]) -> bool:
-    """Raises InvalidRequest."""
-    given = fields.text(key, default)
-    if given not in values:
-        raise InvalidRequest(
-            fields.at(key), f"must be one of {', '.join(values)}, got {given[:50]!r}"
-        )
-    return values[given]
-
-
 def _system(fields: Fields) -> Iterator[Message]:
     """Raises InvalidRequest."""
     text, images = _content(fields, "system")
@@ -167,12 +146,10 @@ def _system(fields: Fields) -> Iterator[Message]:
 def _messages(fields: Fields) -> Iterator[Message]:
     """Raises InvalidRequest, UnsupportedImageError."""
     for message in fields.objects("messages", MESSAGE):
-        CHAT_MESSAGE.check(message)
-        text, images = _content(message, "content")
-        yield Message(str(message.values.get("role")), text, images, message.path)
+        yield read_message(message, CHAT_MESSAGE, _content)
 
 
-def _content(fields: Fields, key: str) -> tuple[str, list[MessageImage]]:
+def _content(fields: Fields, key: str = "content") -> tuple[str, list[MessageImage]]:
     """A text, or a list of texts and images. Earlier thinking is left out. Raises InvalidRequest,
     UnsupportedImageError."""
     given = fields.values.get(key)
@@ -202,9 +179,7 @@ def _content(fields: Fields, key: str) -> tuple[str, list[MessageImage]]:
 
 def _form(fields: Fields) -> Fields:
     """``output_config.format`` as ``response_format`` of chat completions. Raises InvalidRequest."""
-    output = fields.inner("output_config")
-    OUTPUT.check(output)
-    form = output.inner("format")
+    form = OUTPUT.inner(fields, "output_config").inner("format")
     if not form.values:
         return form
     FORMAT.check(form)

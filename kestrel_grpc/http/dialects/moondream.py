@@ -7,6 +7,7 @@ an object of their own, coordinates in [0, 1], a stream as server-sent events th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
@@ -28,11 +29,11 @@ from ...services.messages.json_values import (
 )
 from ...services.messages.task_fields import REQUESTS, fault_of, short_path
 from ...services.messages.tasks import EDGES, MAX_GAZES
-from ...services.vision import VisionService
-from ..edge import Endpoint, ServiceCall
+from ..edge import Endpoint, Endpoints, ServiceCall
 from ..fields import Fields, numbers, positive
 from ..forms import sent_event
 from ..refusals import renamed
+from ..services import HttpServices
 from .known_fields import (
     MOONDREAM,
     MOONDREAM_FACE,
@@ -64,22 +65,20 @@ _NAMES: dict[FieldPath, FieldPath] = {
 }
 
 
-def endpoints(
-    service: VisionService, served: Callable[[], Sequence[str]]
-) -> dict[tuple[str, str], Endpoint]:
-
-    def endpoint(skill: str) -> Endpoint:
-        def read(fields: Fields) -> ServiceCall:
-            MOONDREAM[skill].check(fields)
-            return _call(skill, fields, service, served())
-
-        method, known = f"{VISION_METHODS}{skill.title()}", MOONDREAM[skill]
-        return Endpoint(method, read, fields=known, caps_max_tokens=True)
-
-    return {("POST", f"/v1/{skill}"): endpoint(skill) for skill in _READERS}
+def endpoints(services: HttpServices) -> Endpoints:
+    return {
+        ("POST", f"/v1/{skill}"): Endpoint(
+            f"{VISION_METHODS}{skill.title()}",
+            partial(_call, services, skill),
+            fields=MOONDREAM[skill],
+            caps_max_tokens=True,
+        )
+        for skill in _READERS
+    }
 
 
-def _call(skill: str, fields: Fields, service: VisionService, names: Sequence[str]) -> ServiceCall:
+def _call(services: HttpServices, skill: str, fields: Fields) -> ServiceCall:
+    MOONDREAM[skill].check(fields)
     request = REQUESTS[skill]()
     task = getattr(request, skill)
     _READERS[skill](task, fields)
@@ -87,11 +86,11 @@ def _call(skill: str, fields: Fields, service: VisionService, names: Sequence[st
     if skill != "query" or fields.values.get("image_url") is not None:
         image = request.images.add() if skill == "query" else request.image
         image.encoded = fields.image(fields.text("image_url"), "image_url")
-    _fill(task, image, request.options, fields, names)
+    _fill(task, image, request.options, fields, services.names)
     events = _EVENTS.get(skill)
     if events is not None and not fields.flag("stream"):
         events = None
-    behaviour = getattr(service, f"{'' if events is None else 'Stream'}{skill.title()}")
+    behaviour = getattr(services.vision, f"{'' if events is None else 'Stream'}{skill.title()}")
     are_several = bool(fields.values.get("objects"))
     adapter = next((path for path, _ in _adapters(fields)), ("model",))
     renames = {**_NAMES, ("options", "adapter"): adapter}
@@ -147,8 +146,7 @@ def _gaze(task: pb.GazeTask, fields: Fields) -> None:
             raise InvalidRequest("eye", f"must have 2 numbers, got {len(read)}")
         task.eyes.add(x=read[0], y=read[1])
     if isinstance(face, dict):
-        given = fields.inner("face")
-        MOONDREAM_FACE.check(given)
+        given = MOONDREAM_FACE.inner(fields, "face")
         edges = {edge: given.number(edge) for edge in EDGES}
         for edge, value in edges.items():
             if value is None:
@@ -181,8 +179,7 @@ def _fill(
     names: Sequence[str],
 ) -> None:
     """Settings and model, which all skills' requests share. Raises InvalidRequest, ModelNotFoundError."""
-    settings = fields.inner("settings")
-    MOONDREAM_SETTINGS.check(settings)
+    settings = MOONDREAM_SETTINGS.inner(fields, "settings")
     MOONDREAM_SAMPLING.fill(task, settings)
     for key, value in (
         ("max_objects", positive(settings, "max_objects")),

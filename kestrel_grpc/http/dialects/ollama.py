@@ -5,7 +5,7 @@ Images are plain base64. A stream is one JSON object a line, and is the default,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,12 +18,11 @@ from kestrel_engine import FieldPath, InvalidRequest, clock
 from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.messages.json_values import finish_reason, num_crops
 from ...services.messages.task_fields import short_path
-from ...services.model import ModelService
-from ...services.vision import VisionService
-from ..edge import Endpoint, ServiceCall
+from ..edge import Endpoint, Endpoints, ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..forms import JsonForm
 from ..refusals import Rename, renamed
+from ..services import HttpServices
 from .conversation import FIELDS, MESSAGE, Message, MessageImage, conversation
 from .known_fields import (
     GENERATE,
@@ -58,16 +57,15 @@ FORM = JsonForm(
 )
 
 
-def endpoints(
-    vision: VisionService, models: ModelService, names: Callable[[], Sequence[str]]
-) -> dict[tuple[str, str], Endpoint]:
+def endpoints(services: HttpServices) -> Endpoints:
+    models = services.models
 
     def generate(fields: Fields) -> ServiceCall:
         GENERATE.check(fields)
         prompt, system = fields.text("prompt", ""), fields.text("system", "")
         images = _images(fields)
         if not prompt.strip() and not images:
-            return _loaded(models, names(), {"response": ""})
+            return _loaded(services, {"response": ""})
         messages = [Message("user", prompt, images, ("prompt",))]
         if system:
             messages.insert(0, Message("system", system, (), ("system",)))
@@ -82,7 +80,7 @@ def endpoints(
                 return path
             return ("images",) if is_one else path[:2]
 
-        return _ask(fields, vision, names(), messages, answer, rename)
+        return _ask(fields, services, messages, answer, rename)
 
     def chat(fields: Fields) -> ServiceCall:
         OLLAMA_CHAT.check(fields)
@@ -93,14 +91,14 @@ def endpoints(
 
         messages = [_message(each) for each in fields.objects("messages", MESSAGE)]
         if not messages:
-            return _loaded(models, names(), part(""))
-        return _ask(fields, vision, names(), messages, part, _in_messages)
+            return _loaded(services, part(""))
+        return _ask(fields, services, messages, part, _in_messages)
 
     def show(fields: Fields) -> ServiceCall:
-        name = fields.values.get("model") or fields.values.get("name") or names()[0]
+        name = fields.values.get("model") or fields.values.get("name") or services.names[0]
         if not isinstance(name, str):
             raise InvalidRequest("model", "must be a string")
-        request = model_service_pb2.GetModelRequest(model=served_name(name, names()))
+        request = model_service_pb2.GetModelRequest(model=served_name(name, services.names))
         return ServiceCall(request, models.GetModel, lambda response: _SHOW)
 
     return {
@@ -155,16 +153,15 @@ def _schema(fields: Fields) -> str | None:
 
 def _ask(
     fields: Fields,
-    vision: VisionService,
-    names: Sequence[str],
+    services: HttpServices,
     messages: list[Message],
     part: Callable[[str, str], dict[str, Any]],
     own: Rename,
 ) -> ServiceCall:
     """``part`` converts text and thinking to the form of the path. ``own`` gives the fields that only this path has, of
     those that a task has. Raises InvalidRequest."""
-    options = fields.inner("options")
-    OLLAMA_OPTIONS.check(options)
+    options = OLLAMA_OPTIONS.inner(fields, "options")
+    vision, names = services.vision, services.names
     talk = conversation(messages)
     request = talk.request(reasoning=_thinks(fields), max_crops=positive(options, "max_crops"))
     known = _NAMES | OLLAMA_SAMPLING.fill(request.query, options)
@@ -223,11 +220,11 @@ def _thinks(fields: Fields) -> bool:
     return True
 
 
-def _loaded(models: ModelService, names: Sequence[str], part: dict[str, Any]) -> ServiceCall:
+def _loaded(services: HttpServices, part: dict[str, Any]) -> ServiceCall:
     """Answers a request without a prompt, which asks the server to load the model. The model is already loaded."""
     request = model_service_pb2.ListModelsRequest()
-    body = {**_begin(names[0]), **part, "done": True, "done_reason": "load"}
-    return ServiceCall(request, models.ListModels, lambda response: body)
+    body = {**_begin(services.names[0]), **part, "done": True, "done_reason": "load"}
+    return ServiceCall(request, services.models.ListModels, lambda response: body)
 
 
 def _begin(model: str) -> dict[str, Any]:

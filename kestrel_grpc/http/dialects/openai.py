@@ -7,7 +7,7 @@ or Point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
@@ -17,14 +17,13 @@ from kestrel_engine import InvalidRequest, clock
 from ...service_names import MODEL_METHODS, VISION_METHODS
 from ...services.messages.json_values import finish_reason, num_crops
 from ...services.messages.task_fields import holder
-from ...services.model import ModelService
-from ...services.vision import VisionService
 from ..context import Scope
-from ..edge import Endpoint, ServiceCall
-from ..fields import Fields, positive
+from ..edge import Endpoint, Endpoints, ServiceCall
+from ..fields import Fields, choice, positive
 from ..forms import sent_event
+from ..services import HttpServices
 from .asking import ask, reasons
-from .conversation import MESSAGE, Message, MessageImage, conversation
+from .conversation import MESSAGE, MessageImage, conversation, read_message
 from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS
 from .models import listing, served_name
 
@@ -37,22 +36,19 @@ _DETAILS = {"low": 1, "high": None, "auto": None, "original": None}
 """The values of ``detail``, and the budget of the image: low is the overview alone."""
 
 
-def endpoints(
-    vision: VisionService, models: ModelService, names: Callable[[], Sequence[str]]
-) -> dict[tuple[str, str], Endpoint]:
-    """By verb and path. ``names`` gives the served models' names, the default first."""
-
-    def chat(fields: Fields) -> ServiceCall:
-        return _chat(fields, vision, names())
+def endpoints(services: HttpServices) -> Endpoints:
+    models = services.models
 
     def described(scope: Scope, body: bytes | bytearray) -> ServiceCall:
-        name = served_name(scope["path_params"]["model"], names())
+        name = served_name(scope["path_params"]["model"], services.names)
         request = model_service_pb2.GetModelRequest(model=name)
         return ServiceCall(request, models.GetModel, lambda response: _model_json(response.model))
 
     return {
         ("POST", "/v1/chat/completions"): Endpoint(
-            f"{VISION_METHODS}Query", chat, fields=CHAT, caps_max_tokens=True
+            *(f"{VISION_METHODS}Query", lambda fields: _chat(fields, services)),
+            fields=CHAT,
+            caps_max_tokens=True,
         ),
         ("GET", "/v1/models"): listing(models, _models_json),
         ("GET", "/v1/models/{model:path}"): Endpoint(
@@ -64,35 +60,25 @@ def endpoints(
     }
 
 
-def _chat(fields: Fields, service: VisionService, names: Sequence[str]) -> ServiceCall:
+def _chat(fields: Fields, services: HttpServices) -> ServiceCall:
     """Raises InvalidRequest, UnsupportedImageError."""
     CHAT.check(fields)
-    talk = conversation(_messages(fields))
+    messages = fields.objects("messages", MESSAGE)
+    talk = conversation(read_message(each, CHAT_MESSAGE, message_content) for each in messages)
     form = fields.inner("response_format")
-    asked = ask(fields, talk, form, service, names, reasoning=reasons(fields))
+    asked = ask(fields, talk, form, services, reasoning=reasons(fields))
     _fill_logprobs(asked.task, fields)
     if asked.places is None:
         asked.task.num_samples = samples(fields)
     elif fields.whole("n") not in (None, 1):
         raise InvalidRequest("n", f"must be 1 for boxes and points, got {fields.values['n']}")
     usage = fields.inner("stream_options").flag("include_usage")
-    if not fields.flag("stream"):
-        return ServiceCall(asked.request, asked.query, _completion, rename=asked.rename)
-    events = _chunks(usage)
-    return ServiceCall(asked.request, asked.stream_query, _completion, events, asked.rename)
+    return asked.call(fields, _completion, _chunks(usage))
 
 
 def samples(fields: Fields) -> int:
     """How many answers to give. Raises InvalidRequest."""
     return positive(fields, "n") or 1
-
-
-def _messages(fields: Fields) -> Iterator[Message]:
-    """Raises InvalidRequest, UnsupportedImageError."""
-    for message in fields.objects("messages", MESSAGE):
-        CHAT_MESSAGE.check(message)
-        text, images = message_content(message)
-        yield Message(str(message.values.get("role")), text, images, message.path)
 
 
 def message_content(message: Fields) -> tuple[str, list[MessageImage]]:
@@ -115,12 +101,8 @@ def message_content(message: Fields) -> tuple[str, list[MessageImage]]:
             given = part.values.get("image_url")
             image = part if isinstance(given, str) else part.inner("image_url")
             url = image.text("image_url" if image is part else "url")
-            detail = image.text("detail", "auto")
-            if detail not in _DETAILS:
-                raise InvalidRequest(
-                    image.at("detail"), f"must be one of {', '.join(_DETAILS)}, got {detail[:50]!r}"
-                )
-            images.append(MessageImage(part.image(url, "image_url"), _DETAILS[detail]))
+            budget = choice(image, "detail", "auto", _DETAILS)
+            images.append(MessageImage(part.image(url, "image_url"), budget))
     return "\n".join(texts), images
 
 
@@ -147,11 +129,14 @@ def _completion(response: pb.QueryResponse) -> dict[str, Any]:
         if answer.HasField("reasoning"):
             message["reasoning_content"] = answer.reasoning.text
         logprobs = _logprobs(answer.logprobs.tokens) if answer.HasField("logprobs") else None
-        choices.append(_choice(len(choices), message, logprobs, reason_of(answer)))
-    return _whole(response, choices)
-
-
-def _whole(response: Any, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        choices.append(
+            {
+                "index": len(choices),
+                "message": message,
+                "logprobs": logprobs,
+                "finish_reason": reason_of(answer),
+            }
+        )
     return {
         **head(response.info, "chatcmpl", "chat.completion"),
         "choices": choices,
@@ -167,12 +152,6 @@ def head(info: common_pb2.RequestInfo, prefix: str, kind: str) -> dict[str, Any]
         "created": int(clock.wall()),
         "model": info.model,
     }
-
-
-def _choice(
-    index: int, message: dict[str, Any], logprobs: dict[str, Any] | None, reason: str
-) -> dict[str, Any]:
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _logprobs(tokens: Sequence[common_pb2.TokenLogprob]) -> dict[str, Any]:
@@ -202,16 +181,13 @@ def _chunks(usage: bool) -> Callable[[Any], Iterable[bytes]]:
         elif kind == "reasoning_delta":
             yield _chunk(begun, {"reasoning_content": message.reasoning_delta.text})
         elif kind == "final":
-            yield from _last(message.final, usage)
+            last = message.final
+            yield _chunk(last.info, {}, reason=finish_reason(last))
+            if usage:
+                yield _chunk(last.info, None, usage=usage_json(last))
+            yield b"data: [DONE]\n\n"
 
     return events
-
-
-def _last(response: Any, usage: bool) -> Iterable[bytes]:
-    yield _chunk(response.info, {}, reason=finish_reason(response))
-    if usage:
-        yield _chunk(response.info, None, usage=usage_json(response))
-    yield b"data: [DONE]\n\n"
 
 
 def _chunk(

@@ -6,7 +6,7 @@ responses, so each request has its whole conversation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,13 @@ from kestrel_engine import FieldPath, InvalidRequest, clock
 from ...edge.messages.fields import located
 from ...service_names import VISION_METHODS
 from ...services.messages.json_values import num_crops
-from ...services.vision import VisionService
-from ..edge import Endpoint, ServiceCall
+from ..edge import Endpoint, Endpoints, ServiceCall
 from ..fields import Fields
 from ..forms import sent_event
 from ..refusals import renamed
+from ..services import HttpServices
 from .asking import Asked, ask, count, reasons
-from .conversation import MESSAGE, Message, conversation
+from .conversation import MESSAGE, Message, conversation, read_message
 from .known_fields import OPENAI_SAMPLING, known_fields
 from .openai import message_content
 from .sampling import NO_SAMPLING, SamplingFields
@@ -56,43 +56,27 @@ _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 """Those of OpenAI's interface."""
 
 
-def endpoints(
-    vision: VisionService, names: Callable[[], Sequence[str]]
-) -> dict[tuple[str, str], Endpoint]:
+def endpoints(services: HttpServices) -> Endpoints:
 
     def asked(fields: Fields, sampling: SamplingFields) -> Asked:
         with located(_renamed):
             talk = conversation([*_instructions(fields), *_input(fields)])
-            reasoning = fields.inner("reasoning")
-            REASONING.check(reasoning)
-            reasoned = reasons(reasoning, "effort")
+            reasoned = reasons(REASONING.inner(fields, "reasoning"), "effort")
             form = _form(fields)
-            return ask(fields, talk, form, vision, names(), reasoning=reasoned, sampling=sampling)
+            return ask(fields, talk, form, services, reasoning=reasoned, sampling=sampling)
 
     def respond(fields: Fields) -> ServiceCall:
         RESPONSES.check(fields)
         if _LOGPROBS in fields.texts("include"):
             raise InvalidRequest("include", f"{_LOGPROBS} {_IN_CHAT}")
-        found, echo = asked(fields, SAMPLING), _echo(fields)
-
-        def rename(path: FieldPath) -> FieldPath:
-            return _renamed(found.rename(path))
-
-        if not fields.flag("stream"):
-            return ServiceCall(
-                found.request, found.query, lambda response: _whole(echo, response), rename=rename
-            )
-        events = _Events(echo)
-        return ServiceCall(
-            found.request, found.stream_query, dict, events.of, rename, events.of_failure
-        )
+        found, events = asked(fields, SAMPLING), _Events(_echo(fields))
+        return found.call(fields, events.whole, events.of, _renamed, events.of_failure)
 
     def counted(fields: Fields) -> ServiceCall:
         _COUNTED.check(fields)
         head = {"object": "response.input_tokens"}
-        return count(
-            asked(fields, NO_SAMPLING), vision, lambda counts: {**head, **counts}, _renamed
-        )
+        found = asked(fields, NO_SAMPLING)
+        return count(found, services, lambda counts: {**head, **counts}, _renamed)
 
     return {
         ("POST", "/v1/responses"): Endpoint(
@@ -130,17 +114,12 @@ def _input(fields: Fields) -> Iterator[Message]:
             raise InvalidRequest(item.path, RESPONSES.refused["conversation"])
         if kind != "message":
             raise InvalidRequest(item.at("type"), f"must be message, got {kind[:50]!r}")
-        ITEM.check(item)
-        text, images = message_content(item)
-        yield Message(str(item.values.get("role")), text, images, item.path)
+        yield read_message(item, ITEM, message_content)
 
 
 def _form(fields: Fields) -> Fields:
     """``text.format`` as ``response_format`` of chat completions. Raises InvalidRequest."""
-    text = fields.inner("text")
-    TEXT.check(text)
-    form = text.inner("format")
-    FORMAT.check(form)
+    form = FORMAT.inner(TEXT.inner(fields, "text"), "format")
     kind = form.text("type", "text")
     schema = {"json_schema": form.values} if kind == "json_schema" else {}
     return Fields({"type": kind, **schema}, ("response_format",))
@@ -197,18 +176,6 @@ def _response(
         **echo,
         **others,
     }
-
-
-def _whole(echo: dict[str, Any], response: pb.QueryResponse) -> dict[str, Any]:
-    (answer,), info = response.answers, response.info
-    status = _status(answer)
-    output = [_item(_MESSAGE, info, status, answer.text)]
-    if answer.HasField("reasoning"):
-        output.insert(0, _item(_REASONING, info, "completed", answer.reasoning.text))
-    details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    return _response(
-        echo, info, status, incomplete_details=details, output=output, usage=_usage(response)
-    )
 
 
 def _status(answer: pb.Answer) -> str:
@@ -275,7 +242,8 @@ def _item(
 
 
 class _Events:
-    """The events of one stream. Owns their numbers, and which item is open."""
+    """The response, whole or as the events of a stream. ``echo``: what the request says of it. Owns the numbers of the
+    events, and which item is open."""
 
     def __init__(self, echo: dict[str, Any]) -> None:
         self._echo = echo
@@ -283,6 +251,16 @@ class _Events:
         self._info = common_pb2.RequestInfo()
         self._open: _Kind | None = None
         self._pieces: list[str] = []
+
+    def whole(self, response: pb.QueryResponse) -> dict[str, Any]:
+        (answer,), info = response.answers, response.info
+        status = _status(answer)
+        output = [_item(_MESSAGE, info, status, answer.text)]
+        if answer.HasField("reasoning"):
+            output.insert(0, _item(_REASONING, info, "completed", answer.reasoning.text))
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        parts = {"incomplete_details": cut, "output": output, "usage": _usage(response)}
+        return _response(self._echo, info, status, **parts)
 
     def of(self, message: pb.StreamQueryResponse) -> Iterable[bytes]:
         kind = message.WhichOneof("event")
@@ -300,7 +278,7 @@ class _Events:
                 yield from self._begin(_MESSAGE)
             (answer,) = message.final.answers
             yield from self._end(_status(answer))
-            whole = _whole(self._echo, message.final)
+            whole = self.whole(message.final)
             yield self._event(f"response.{whole['status']}", response=whole)
 
     def of_failure(self, body: bytes) -> bytes:
