@@ -151,8 +151,7 @@ class ImageFetcher:
         if not (is_usual and host in self._allowed) and f"{host}:{port}" not in self._allowed:
             named = host if is_usual else f"{host}:{port}"
             raise UnsupportedImageError(
-                field,
-                f"is at {named!r}, from which this server fetches no images; {_REMEDY}",
+                field, f"is at {named!r}, from which this server fetches no images; {_REMEDY}"
             )
         return parts
 

@@ -16,12 +16,7 @@ OUTPUT = "TEXT_OUTPUT"
 _PLATFORM = "kestrel"
 _FLOATS = ("FP32", "FP64", "FP16")
 _WHOLE = ("INT32", "INT64", "UINT32", "UINT64", "INT16", "UINT16", "INT8", "UINT8")
-_TYPES = {
-    BYTES: pb.TYPE_STRING,
-    "BOOL": pb.TYPE_BOOL,
-    "INT32": pb.TYPE_INT32,
-    "FP32": pb.TYPE_FP32,
-}
+_TYPES = {BYTES: pb.TYPE_STRING, "BOOL": pb.TYPE_BOOL, "INT32": pb.TYPE_INT32, "FP32": pb.TYPE_FP32}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,7 @@ from ..security.files import exposures
 from ..security.identity.tls import server_credentials
 from ..security.listening import check_exposure
 from ..served_model import State
-from ..service_names import (
-    KSERVE_METHODS,
-    VISION_METHODS,
-)
+from ..service_names import KSERVE_METHODS, VISION_METHODS
 from ..services.admin import AdminService
 from ..services.answers.frames import FRAMES
 from ..settings.addresses import unix_path

@@ -7,13 +7,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from kestrel_engine import (
-    ConfigError,
-    SettingGroup,
-    check_settings,
-    checked,
-    read_small_file,
-)
+from kestrel_engine import ConfigError, SettingGroup, check_settings, checked, read_small_file
 
 SHARED_IMAGES = SettingGroup("shared images", "shared-images")
 PASSWORD_VARIABLE = "KESTREL_SHARED_IMAGES_PASSWORD"

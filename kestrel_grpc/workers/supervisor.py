@@ -32,13 +32,7 @@ from .forks import WorkerTemplate, ending
 from .front.bootstrap import FrontPlan
 from .front.front import Front, check_installed, is_installed
 from .line import Ready
-from .plan import (
-    WorkerTask,
-    plan_workers,
-    shared_addresses,
-    shared_http_addresses,
-    with_ledger,
-)
+from .plan import WorkerTask, plan_workers, shared_addresses, shared_http_addresses, with_ledger
 from .port import HeldPorts
 from .restarts import Restarts, WorkersError, gave_up
 

@@ -181,12 +181,7 @@ def check_telemetry(config: ServerConfig) -> Finding:
     missing = missing_packages(config.telemetry)
     if missing:
         problem = f"telemetry is off: {', '.join(missing)} is not installed"
-        return Finding(
-            "telemetry",
-            "warn",
-            problem,
-            "pip install ./clients/python '.[telemetry]'",
-        )
+        return Finding("telemetry", "warn", problem, "pip install ./clients/python '.[telemetry]'")
     exported = {"traces": config.telemetry.traces, "metrics": config.telemetry.metrics}
     on = [f"{signal} by {' and '.join(how)}" for signal, how in exported.items() if how]
     if config.telemetry.prometheus is not None:

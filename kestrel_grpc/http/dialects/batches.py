@@ -42,9 +42,7 @@ _LONGEST_HEADER = 1024
 semicolons between quotes, and 2 ms for this."""
 BATCH = known_fields("batch")
 _LINES = JsonForm(
-    stream_type=b"application/jsonl",
-    error=lambda body: body,
-    error_event=lambda body: b"",
+    stream_type=b"application/jsonl", error=lambda body: body, error_event=lambda body: b""
 )
 _Work = Callable[[Principal, Scope], Awaitable[Any]]
 

@@ -150,8 +150,7 @@ def _check(message: Message) -> None:
     """Raises InvalidRequest."""
     if message.role not in _ROLES:
         raise InvalidRequest(
-            (*message.path, "role"),
-            f"must be system, user or assistant, got {message.role[:50]!r}",
+            (*message.path, "role"), f"must be system, user or assistant, got {message.role[:50]!r}"
         )
     if message.images and message.role != "user":
         raise InvalidRequest((*message.path, "content"), "only user messages may hold images")

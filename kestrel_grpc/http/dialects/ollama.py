@@ -24,13 +24,7 @@ from ..forms import JsonForm
 from ..refusals import Rename, renamed
 from ..services import HttpServices
 from .conversation import FIELDS, MESSAGE, Message, MessageImage, conversation
-from .known_fields import (
-    GENERATE,
-    OLLAMA_CHAT,
-    OLLAMA_MESSAGE,
-    OLLAMA_OPTIONS,
-    OLLAMA_SAMPLING,
-)
+from .known_fields import GENERATE, OLLAMA_CHAT, OLLAMA_MESSAGE, OLLAMA_OPTIONS, OLLAMA_SAMPLING
 from .models import listing, served_name, set_model
 
 _QUERY = f"{VISION_METHODS}Query"

@@ -27,9 +27,7 @@ from .conversation import MESSAGE, MessageImage, conversation, read_message
 from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS
 from .models import listing, served_name
 
-UNSUPPORTED_PATHS = {
-    "/v1/embeddings": "the models make no embeddings of texts",
-}
+UNSUPPORTED_PATHS = {"/v1/embeddings": "the models make no embeddings of texts"}
 """Paths of OpenAI's interface that this one does not have, and what to do instead."""
 _MOST_TOP = 20
 _DETAILS = {"low": 1, "high": None, "auto": None, "original": None}
@@ -52,10 +50,7 @@ def endpoints(services: HttpServices) -> Endpoints:
         ),
         ("GET", "/v1/models"): listing(models, _models_json),
         ("GET", "/v1/models/{model:path}"): Endpoint(
-            f"{MODEL_METHODS}GetModel",
-            described,
-            takes_body=False,
-            is_raw=True,
+            f"{MODEL_METHODS}GetModel", described, takes_body=False, is_raw=True
         ),
     }
 

@@ -57,10 +57,7 @@ def to_json(message: Message) -> bytes:
 
 
 def _take_bytes(
-    values: dict[str, Any],
-    kind: Any,
-    path: FieldPath,
-    found: list[tuple[FieldPath, bytes]],
+    values: dict[str, Any], kind: Any, path: FieldPath, found: list[tuple[FieldPath, bytes]]
 ) -> None:
     """Adds to ``found`` what the fields of bytes hold, with the paths of these fields, and leaves "" in their place.
     Raises InvalidRequest for unknown names too."""

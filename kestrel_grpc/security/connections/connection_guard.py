@@ -139,10 +139,7 @@ class ConnectionGuard:
     does not support observing connections; the guard then ends none."""
 
     def __init__(
-        self,
-        limits: ConnectionLimits,
-        received_bytes: int,
-        sockets: Sockets | None,
+        self, limits: ConnectionLimits, received_bytes: int, sockets: Sockets | None
     ) -> None:
         self._limits, self._received_bytes = limits, received_bytes
         self._sockets = sockets

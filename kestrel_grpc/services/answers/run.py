@@ -38,12 +38,7 @@ from ...edge.messages.fields import located
 from ...images.request_images import RequestImages
 from ...served_model import ServedModels
 from ..messages.named_skill import check_skill
-from ..messages.responses import (
-    event_fields,
-    timings_message,
-    timings_of_several,
-    usage_message,
-)
+from ..messages.responses import event_fields, timings_message, timings_of_several, usage_message
 from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
 from .call_images import CallImages

@@ -50,10 +50,7 @@ class PartResult(NamedTuple, Generic[Part]):
 
 
 async def of_names(
-    run: Run,
-    task: CallTask[Part, Response],
-    requests: Sequence[Request],
-    images: Sequence[Any],
+    run: Run, task: CallTask[Part, Response], requests: Sequence[Request], images: Sequence[Any]
 ) -> list[PartResult[Part]]:
     """The requests of several names, each of which fails alone. Raises an error that is in a field of the task, if
     all fail with such errors."""
@@ -84,10 +81,7 @@ async def _named(
 
 
 async def of_samples(
-    run: Run,
-    task: CallTask[Part, Response],
-    requests: Sequence[Request],
-    images: Sequence[Any],
+    run: Run, task: CallTask[Part, Response], requests: Sequence[Request], images: Sequence[Any]
 ) -> list[PartResult[Part]]:
     """The requests of several samples. The first that fails ends the others. The first sample looks for the objects
     that the question presupposes, for all of them."""
