@@ -35,6 +35,25 @@ from .answers.run import Run, Sender
 from .answers.several import total_result
 
 
+def _unary(kind: Kind[Any, Any]) -> Any:
+    """The method of a skill with one response."""
+
+    async def method(self: VisionService, request: Any, context: Context) -> Any:
+        return await self._answer(request, kind)
+
+    return method
+
+
+def _stream(kind: Kind[Any, Any], message: type[Any]) -> Any:
+    """The method of a skill with a stream. It writes to the context instead of yielding: a coroutine is cancelled at
+    once, but an async generator that waits in a yield is closed only when it is collected."""
+
+    async def method(self: VisionService, request: Any, context: Context) -> None:
+        await self._stream(request, kind, Sender(context, message))
+
+    return method
+
+
 class VisionService(VisionServiceServicer):
     """Holds no state of a call. ``max_message_bytes``: limit on a response; None: no limit."""
 
@@ -45,67 +64,23 @@ class VisionService(VisionServiceServicer):
         self._embed = embed_kind(max_message_bytes, streamed=False)
         self._stream_embed = embed_kind(max_message_bytes, streamed=True)
 
-    async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
-        return await self._answer(request, QUERY)
-
-    async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
-        return await self._answer(request, CAPTION)
-
-    async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
-        return await self._answer(request, POINT)
-
-    async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
-        return await self._answer(request, DETECT)
-
-    async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
-        return await self._answer(request, SEGMENT)
-
-    async def Gaze(self, request: pb.GazeRequest, context: Context) -> pb.GazeResponse:
-        return await self._answer(request, GAZE)
-
-    async def RunSkill(self, request: pb.RunSkillRequest, context: Context) -> pb.RunSkillResponse:
-        return await self._answer(request, SKILL)
+    Query = _unary(QUERY)
+    Caption = _unary(CAPTION)
+    Point = _unary(POINT)
+    Detect = _unary(DETECT)
+    Segment = _unary(SEGMENT)
+    Gaze = _unary(GAZE)
+    RunSkill = _unary(SKILL)
+    StreamQuery = _stream(QUERY, pb.StreamQueryResponse)
+    StreamCaption = _stream(CAPTION, pb.StreamCaptionResponse)
+    StreamPoint = _stream(POINT, pb.StreamPointResponse)
+    StreamDetect = _stream(DETECT, pb.StreamDetectResponse)
+    StreamSegment = _stream(SEGMENT, pb.StreamSegmentResponse)
+    StreamGaze = _stream(GAZE, pb.StreamGazeResponse)
+    StreamRunSkill = _stream(SKILL, pb.StreamRunSkillResponse)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         return await self._answer(request, self._embed)
-
-    # The streams write to the context instead of yielding. A coroutine is cancelled at once, but an async generator
-    # that waits in a yield is closed only when it is collected.
-
-    async def StreamQuery(  # type: ignore[override]
-        self, request: pb.QueryRequest, context: Context
-    ) -> None:
-        await self._stream(request, QUERY, Sender(context, pb.StreamQueryResponse))
-
-    async def StreamCaption(  # type: ignore[override]
-        self, request: pb.CaptionRequest, context: Context
-    ) -> None:
-        await self._stream(request, CAPTION, Sender(context, pb.StreamCaptionResponse))
-
-    async def StreamPoint(  # type: ignore[override]
-        self, request: pb.PointRequest, context: Context
-    ) -> None:
-        await self._stream(request, POINT, Sender(context, pb.StreamPointResponse))
-
-    async def StreamDetect(  # type: ignore[override]
-        self, request: pb.DetectRequest, context: Context
-    ) -> None:
-        await self._stream(request, DETECT, Sender(context, pb.StreamDetectResponse))
-
-    async def StreamSegment(  # type: ignore[override]
-        self, request: pb.SegmentRequest, context: Context
-    ) -> None:
-        await self._stream(request, SEGMENT, Sender(context, pb.StreamSegmentResponse))
-
-    async def StreamGaze(  # type: ignore[override]
-        self, request: pb.GazeRequest, context: Context
-    ) -> None:
-        await self._stream(request, GAZE, Sender(context, pb.StreamGazeResponse))
-
-    async def StreamRunSkill(  # type: ignore[override]
-        self, request: pb.RunSkillRequest, context: Context
-    ) -> None:
-        await self._stream(request, SKILL, Sender(context, pb.StreamRunSkillResponse))
 
     async def StreamEmbed(  # type: ignore[override]
         self, request: pb.EmbedRequest, context: Context
