@@ -85,14 +85,12 @@ def caption_requests(task: pb.CaptionTask, num_images: int) -> list[Request]:
 def point_requests(task: pb.PointTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     arguments = {"spatial_refs": read_spatial_refs(task.spatial_refs)}
-    return _names("point", task, arguments, _object_settings(task))
+    return _names("point", task, arguments, _settings(task, "min_score", "max_objects"))
 
 
 def detect_requests(task: pb.DetectTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
-    settings = _object_settings(task)
-    if task.HasField("max_overlap"):
-        settings["max_overlap"] = task.max_overlap
+    settings = _settings(task, "min_score", "max_objects", "max_overlap")
     return _names("detect", task, {}, settings)
 
 
@@ -101,7 +99,7 @@ def segment_requests(task: pb.SegmentTask, num_images: int) -> list[Request]:
     known_value("mask_format", task.mask_format, pb.MaskFormat, _MASKS)
     refined = known_value("refinement", task.refinement, pb.Refinement, _REFINEMENTS)
     arguments = {"spatial_refs": read_spatial_refs(task.spatial_refs), **refined}
-    return _names("segment", task, arguments, _score_settings(task))
+    return _names("segment", task, arguments, _settings(task, "min_score"))
 
 
 def gaze_requests(task: pb.GazeTask, num_images: int) -> list[Request]:
@@ -231,30 +229,15 @@ def _image_turns(task: pb.QueryTask, num_images: int) -> dict[str, list[int]]:
     return {"image_turns": turns + [len(task.history)] * (num_images - len(turns))}
 
 
-def _settings(task: TextTask | FindTask | pb.GazeTask) -> dict[str, Any]:
-    settings = sampling_settings(task.sampling)
-    if task.HasField("max_tokens"):
-        settings["max_tokens"] = task.max_tokens
-    return settings
+def _settings(task: TextTask | FindTask | pb.GazeTask, *own: str) -> dict[str, Any]:
+    """The sampling, and those of ``max_tokens`` and the task's fields ``own`` that are set."""
+    values = {name: getattr(task, name) for name in ("max_tokens", *own) if task.HasField(name)}  # type: ignore[arg-type]
+    return sampling_settings(task.sampling) | values
 
 
 def _text_settings(task: TextTask) -> dict[str, Any]:
     settings = _settings(task)
     return settings | text_settings(task.text) if task.HasField("text") else settings
-
-
-def _score_settings(task: FindTask) -> dict[str, Any]:
-    settings = _settings(task)
-    if task.HasField("min_score"):
-        settings["min_score"] = task.min_score
-    return settings
-
-
-def _object_settings(task: pb.PointTask | pb.DetectTask) -> dict[str, Any]:
-    settings = _score_settings(task)
-    if task.HasField("max_objects"):
-        settings["max_objects"] = task.max_objects
-    return settings
 
 
 def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
