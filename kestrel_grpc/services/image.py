@@ -18,6 +18,7 @@ from ..images.request_images import RequestImages, checked_image_id, required_im
 from ..images.store import StoredImage
 from ..images.upload import Upload, UploadRoom
 from ..served_model import ServedModels
+from .answers.call_images import caller_options
 
 _A_MOMENT_S = 0.05
 
@@ -71,14 +72,7 @@ class ImageService(ImageServiceServicer):
     async def _put(self, source: bytes | np.ndarray) -> StoredImage:
         call = current.get()
         self._images.check_size(len(source) if isinstance(source, bytes) else source.nbytes)
-        image = await self._served.engine().prepare_image(
-            source,
-            timeout_s=call.timeout_s,
-            cache_salt=call.principal.namespace(""),
-            request_id=call.request_id,
-            principal=call.principal.name,
-            weight=call.principal.weight,
-        )
+        image = await self._served.engine().prepare_image(source, **caller_options(call))
         assert image.source_digest is not None, "bytes and pixels have a digest"
         size = (image.width, image.height)
         return await self._images.put(source, size, image.source_digest)

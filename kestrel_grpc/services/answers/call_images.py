@@ -23,6 +23,7 @@ from kestrel_engine import (
     Tiles,
 )
 
+from ...edge.calls.call import Call
 from ...edge.calls.current import current
 from ...images.request_images import RequestImage, RequestImages, at_image
 
@@ -65,12 +66,14 @@ class CallImages:
         found: list[MeasuredImage] = []
         for index, image in enumerate(await self.of_task(tiles)):
             with at_image(("images", index)):
-                found.append(await self._engine.measure_image(image, **_caller()))
+                found.append(
+                    await self._engine.measure_image(image, **caller_options(current.get()))
+                )
         return found
 
     async def _prepare(self, image: Any) -> PreparedImage | PreparedTiles:
         prepared: PreparedImage | PreparedTiles
-        prepared = await self._engine.prepare_image(image, **_caller())
+        prepared = await self._engine.prepare_image(image, **caller_options(current.get()))
         return prepared
 
     async def of_task(self, tiles: Tiles | None) -> Sequence[Any]:
@@ -144,9 +147,8 @@ class CallImages:
         self._prepared[None], self._is_overview = [self.only.overview()], True
 
 
-def _caller() -> dict[str, Any]:
-    """What the current call says of a request ahead of its tasks: the keywords of CallerOptions."""
-    call = current.get()
+def caller_options(call: Call) -> dict[str, Any]:
+    """What a call says of a request ahead of its tasks: the keywords of CallerOptions."""
     options = call.options
     return {
         "timeout_s": call.timeout_s,
