@@ -28,26 +28,7 @@ from ...security.identity.principal import (
     NotAuthenticated,
     ScopeMissing,
 )
-from .errors import (
-    AuditUnavailable,
-    BatchesNotTaken,
-    CaptureError,
-    ImageNotFound,
-    ImagesFull,
-    ImagesNotKept,
-    MethodNotFound,
-    ModelNotReady,
-    ModelUnavailable,
-    NoMessage,
-    NotServed,
-    ShuttingDown,
-    SkillNotFound,
-    SlowReader,
-    SlowSender,
-    StoredNotFound,
-    UnsupportedBody,
-    UploadsFull,
-)
+from . import errors
 from .status_message import DOMAIN, status_message
 
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
@@ -87,11 +68,11 @@ TABLE: dict[type[Exception], _Row] = {
     engine.ImageError: _Row(_Code.INVALID_ARGUMENT, "IMAGE_INVALID"),
     engine.ModelNotFoundError: _Row(_Code.NOT_FOUND, "MODEL_NOT_FOUND"),
     engine.SkillUnavailable: _Row(_Code.FAILED_PRECONDITION, "SKILL_UNAVAILABLE"),
-    SkillNotFound: _Row(_Code.NOT_FOUND, "SKILL_NOT_FOUND"),
-    ImageNotFound: _Row(_Code.NOT_FOUND, "IMAGE_NOT_FOUND"),
-    StoredNotFound: _Row(_Code.NOT_FOUND, "STORED_NOT_FOUND"),
-    BatchesNotTaken: _Row(_Code.FAILED_PRECONDITION, "BATCHES_NOT_TAKEN"),
-    ImagesNotKept: _Row(_Code.FAILED_PRECONDITION, "IMAGES_NOT_KEPT"),
+    errors.SkillNotFound: _Row(_Code.NOT_FOUND, "SKILL_NOT_FOUND"),
+    errors.ImageNotFound: _Row(_Code.NOT_FOUND, "IMAGE_NOT_FOUND"),
+    errors.StoredNotFound: _Row(_Code.NOT_FOUND, "STORED_NOT_FOUND"),
+    errors.BatchesNotTaken: _Row(_Code.FAILED_PRECONDITION, "BATCHES_NOT_TAKEN"),
+    errors.ImagesNotKept: _Row(_Code.FAILED_PRECONDITION, "IMAGES_NOT_KEPT"),
     engine.RequestError: _Row(_Code.INVALID_ARGUMENT, "INVALID_REQUEST"),
     engine.EngineOverloaded: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     engine.AdaptersFull: _Row(_Code.RESOURCE_EXHAUSTED, "ADAPTERS_FULL"),
@@ -99,31 +80,31 @@ TABLE: dict[type[Exception], _Row] = {
     engine.Displaced: _Row(_Code.RESOURCE_EXHAUSTED, "DISPLACED"),
     engine.PixelsWaiting: _Row(_Code.RESOURCE_EXHAUSTED, "PIXELS_WAITING"),
     engine.QueueTimeout: _Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
-    ImagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "IMAGES_FULL"),
-    UploadsFull: _Row(_Code.RESOURCE_EXHAUSTED, "UPLOADS_FULL"),
+    errors.ImagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "IMAGES_FULL"),
+    errors.UploadsFull: _Row(_Code.RESOURCE_EXHAUSTED, "UPLOADS_FULL"),
     BudgetExceeded: _Row(_Code.RESOURCE_EXHAUSTED, "BUDGET_EXCEEDED"),
     RateExceeded: _Row(_Code.RESOURCE_EXHAUSTED, "RATE_EXCEEDED"),
     TooManyCalls: _Row(_Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS"),
     MessagesFull: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGES_FULL"),
     MessageTooLarge: _Row(_Code.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
-    SlowReader: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_READER"),
-    SlowSender: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_SENDER"),
-    UnsupportedBody: _Row(_Code.INVALID_ARGUMENT, "CONTENT_TYPE_UNSUPPORTED"),
-    NoMessage: _Row(_Code.UNIMPLEMENTED, "NO_MESSAGE"),
-    MethodNotFound: _Row(_Code.UNIMPLEMENTED, "METHOD_NOT_FOUND"),
-    NotServed: _Row(_Code.UNIMPLEMENTED, "NOT_SERVED"),
+    errors.SlowReader: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_READER"),
+    errors.SlowSender: _Row(_Code.RESOURCE_EXHAUSTED, "SLOW_SENDER"),
+    errors.UnsupportedBody: _Row(_Code.INVALID_ARGUMENT, "CONTENT_TYPE_UNSUPPORTED"),
+    errors.NoMessage: _Row(_Code.UNIMPLEMENTED, "NO_MESSAGE"),
+    errors.MethodNotFound: _Row(_Code.UNIMPLEMENTED, "METHOD_NOT_FOUND"),
+    errors.NotServed: _Row(_Code.UNIMPLEMENTED, "NOT_SERVED"),
     CredentialsMissing: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_MISSING"),
     CredentialsInvalid: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
     NotAuthenticated: _Row(_Code.UNAUTHENTICATED, "CREDENTIALS_INVALID"),
     ScopeMissing: _Row(_Code.PERMISSION_DENIED, "SCOPE_MISSING"),
     engine.DeadlineExceeded: _Row(_Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
-    ModelNotReady: _Row(_Code.UNAVAILABLE, "MODEL_NOT_READY"),
-    ShuttingDown: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
+    errors.ModelNotReady: _Row(_Code.UNAVAILABLE, "MODEL_NOT_READY"),
+    errors.ShuttingDown: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     engine.EngineClosed: _Row(_Code.UNAVAILABLE, "SHUTTING_DOWN"),
     engine.ProfileError: _Row(_Code.FAILED_PRECONDITION, "PROFILE_UNAVAILABLE"),
-    CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
-    AuditUnavailable: _Row(_Code.FAILED_PRECONDITION, "AUDIT_UNAVAILABLE"),
-    ModelUnavailable: _Row(_Code.FAILED_PRECONDITION, "MODEL_UNAVAILABLE"),
+    errors.CaptureError: _Row(_Code.FAILED_PRECONDITION, "CAPTURE_UNAVAILABLE"),
+    errors.AuditUnavailable: _Row(_Code.FAILED_PRECONDITION, "AUDIT_UNAVAILABLE"),
+    errors.ModelUnavailable: _Row(_Code.FAILED_PRECONDITION, "MODEL_UNAVAILABLE"),
     engine.RuntimeFailure: _Row(_Code.INTERNAL, "COMPUTATION_FAILED", public=False),
     engine.SkillFault: _Row(_Code.INTERNAL, "SKILL_FAILED"),
     # The following errors occur only while the server starts, never in a call.
@@ -203,7 +184,7 @@ def _details(error: BaseException, report: Complaint, request_id: str) -> Iterat
     if isinstance(error, engine.EngineOverloaded):
         yield _retry_after(error.retry_after_s)
         yield _quota_failure(error.quota, report.message)
-    elif isinstance(error, (ModelNotReady, engine.EngineClosed, engine.AdapterUnavailable)):
+    elif isinstance(error, (errors.ModelNotReady, engine.EngineClosed, engine.AdapterUnavailable)):
         yield _retry_after(1.0)
     yield error_details_pb2.RequestInfo(request_id=request_id)
 
@@ -241,7 +222,7 @@ def pushback(error: BaseException) -> tuple[tuple[str, str], ...]:
         return ((PUSHBACK_KEY, DONT_RETRY),)  # RetryInfo may be hours.
     if isinstance(error, engine.EngineOverloaded):
         return ((PUSHBACK_KEY, str(round(1000 * error.retry_after_s))),)
-    if isinstance(error, (MessageTooLarge, SlowReader, SlowSender)):
+    if isinstance(error, (MessageTooLarge, errors.SlowReader, errors.SlowSender)):
         return ((PUSHBACK_KEY, DONT_RETRY),)
     return ()
 
