@@ -50,7 +50,6 @@ class Form(Protocol):
 
     def read(self, body: bytes) -> Work:
         """Raises InvalidRequest. A thread may call it."""
-        ...
 
     def answered(self, body: bytes, call: Call) -> Answer: ...
 

@@ -40,16 +40,13 @@ class Transport(Protocol):
     async def read(self, call: Call, hold: Hold) -> Any:
         """Reads the request, for which it reserves memory in ``hold``. Returns a message, a list of messages, or an
         async iterator over the messages of a stream."""
-        ...
 
     async def answer(self, call: Call, request: Any) -> Any:
         """Gives the request to the service, and writes the response or returns it."""
-        ...
 
     async def refuse(self, call: Call, error: Exception) -> None:
         """Writes the status of ``error``. InternalError: a message could not be sent, because the connection is lost.
         May raise."""
-        ...
 
 
 class CallWatcher(Protocol):

@@ -46,12 +46,10 @@ class StreamState(Protocol):
     @property
     def most_requests(self) -> int:
         """Limit on the requests that run at the same time. The next one is read when one of them has ended."""
-        ...
 
     def take(self, message: Any, principal: Principal) -> bool:
         """Takes the next message, in the order of arrival. Returns whether it holds a request to answer. Raises the
         error that ends the stream."""
-        ...
 
 
 class _Independent:

@@ -165,9 +165,8 @@ class LogWriter(logging.Handler):
             try:
                 rest = rest[os.write(self._fd, rest) :]
                 self._within_line = data[len(data) - len(rest) - 1] != ord("\n")
-            except (
-                BlockingIOError
-            ):  # Another process that shares the pipe may have made it non-blocking.
+            except BlockingIOError:
+                # Another process that shares the pipe may have made it non-blocking.
                 ready = select.poll()
                 ready.register(self._fd, select.POLLOUT)
                 ready.poll()

@@ -72,9 +72,8 @@ class Profiles:
     async def close(self) -> None:
         """Ends the running profile. Call this before the engine is closed."""
         if self._recording is not None:
-            with suppress(
-                ProfileError, TimeoutError
-            ):  # A hung device must not delay the server's end further.
+            # A hung device must not delay the server's end further.
+            with suppress(ProfileError, TimeoutError):
                 await asyncio.wait_for(self.stop(), _LAST_S)
 
 

@@ -26,7 +26,6 @@ def _write(text: str) -> None:
     change the exit status."""
     try:
         os.write(sys.stdout.fileno(), text.encode())
-    except (
-        OSError
-    ) as error:  # The disk is full, or the pipe has no reader. The server can serve nevertheless.
+    except OSError as error:
+        # The disk is full, or the pipe has no reader. The server can serve nevertheless.
         logger.warning("cannot write the ready line: %s", error.strerror)

@@ -81,9 +81,8 @@ class ConfigFile:
 
 def read_file(name: str, source: str) -> ConfigFile:
     """Reads and parses a TOML file. ``source``: the flag or variable that named it. Raises SettingsError."""
-    from kestrel_engine import (
-        read_small_file,
-    )  # Commands say what the engine lacks before they load it.
+    # Commands say what the engine lacks before they load it.
+    from kestrel_engine import read_small_file
 
     try:
         return ConfigFile(name, tomllib.loads(read_small_file(name).decode()))

@@ -291,9 +291,8 @@ def _named_variables() -> Iterator[None]:
     """Raises an error of code that reads OTEL_* variables as SettingsError."""
     try:
         yield
-    except (
-        Exception
-    ) as error:  # The SDK documents neither its exceptions nor which variable caused one.
+    except Exception as error:
+        # The SDK documents neither its exceptions nor which variable caused one.
         variables = sorted(name for name in os.environ if name.startswith("OTEL_"))
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(

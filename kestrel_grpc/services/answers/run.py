@@ -336,8 +336,7 @@ class Run:
         model, request_id = self.engine.info.model, self._call.request_id
         self._info = common_pb2.RequestInfo(request_id=request_id, model=model)
         self.images.keep(seen, self._info)
-        self._call.greet(
-            self._call.ids
-        )  # The first message and the response wait until it is sent.
+        # The first message and the response wait until it is sent.
+        self._call.greet(self._call.ids)
         if self._sender is not None:
             await self._sender.send({"started": self.info(seed)})
