@@ -42,31 +42,11 @@ class ModelGauges:
         self._observe = observe
         self._each("kestrel.model.load.duration", lambda engine, model: [(model.load_s, {})])
         self._each("kestrel.model.load.phase.duration", lambda engine, model: _load_phases(engine))
-        self._each("kestrel.masks", lambda engine, model: [(engine.mask_counts.masks, {})])
-        self._each("kestrel.masks.time", lambda engine, model: [(engine.mask_counts.seconds, {})])
-        self._each("kestrel.requests.running", lambda engine, model: [(engine.stats.running, {})])
-        self._each("kestrel.requests.waiting", lambda engine, model: [(_waiting(engine), {})])
-        self._each(
-            "kestrel.principals.active", lambda engine, model: [(engine.places.principals, {})]
-        )
-        self._each(
-            "kestrel.requests.displaced", lambda engine, model: [(engine.places.displaced, {})]
-        )
-        self._each(
-            "kestrel.places.largest",
-            lambda engine, model: [(engine.places.largest_held / engine.places.bound, {})],
-        )
         self._each("kestrel.kv.pages", lambda engine, model: _pages(engine))
-        self._each("kestrel.kv.usage", lambda engine, model: [(engine.stats.kv_use, {})])
-        self._each(
-            "kestrel.adapters.loaded",
-            lambda engine, model: [(len(engine.adapter_counts.loaded), {})],
-        )
-        self._each(
-            "kestrel.adapters.used", lambda engine, model: [(engine.adapter_counts.used, {})]
-        )
         self._each("kestrel.adapters.memory", lambda engine, model: _adapter_memory(engine))
         self._each("kestrel.adapters.loads", lambda engine, model: _adapter_loads(engine))
+        for name, read in _NUMBERS.items():
+            self._number(name, read)
         self._since_start("kestrel.prompt.positions", lambda stats: stats.prompt_positions)
         self._since_start(
             "kestrel.prefix_cache.hit.positions", lambda stats: stats.cached_positions
@@ -109,6 +89,9 @@ class ModelGauges:
 
         self._observe(name, observed)
 
+    def _number(self, name: str, read: Callable[[InferenceEngine], float]) -> None:
+        self._each(name, lambda engine, model: [(read(engine), {})])
+
     def _since_start(self, name: str, count: Callable[[SchedulerStats], int]) -> None:
         self._each(name, lambda engine, model: [(count(engine.stats) - count(model.at_start), {})])
 
@@ -121,10 +104,6 @@ class ModelGauges:
 
     def _compile_time(self) -> list[Observation]:
         return [Observation(engine.compiled.seconds) for engine, _ in self._present()[:1]]
-
-
-def _waiting(engine: InferenceEngine) -> int:
-    return max(0, engine.num_requests - engine.stats.running)
 
 
 def _load_phases(engine: InferenceEngine) -> Values:
@@ -167,3 +146,18 @@ def _adapter_memory(engine: InferenceEngine) -> Values:
 def _adapter_loads(engine: InferenceEngine) -> Values:
     counts = engine.adapter_counts
     return [(counts.loads, {names.FAILED: False}), (counts.failures, {names.FAILED: True})]
+
+
+_NUMBERS: dict[str, Callable[[InferenceEngine], float]] = {
+    "kestrel.masks": lambda engine: engine.mask_counts.masks,
+    "kestrel.masks.time": lambda engine: engine.mask_counts.seconds,
+    "kestrel.requests.running": lambda engine: engine.stats.running,
+    "kestrel.requests.waiting": lambda engine: max(0, engine.num_requests - engine.stats.running),
+    "kestrel.principals.active": lambda engine: engine.places.principals,
+    "kestrel.requests.displaced": lambda engine: engine.places.displaced,
+    "kestrel.places.largest": lambda engine: engine.places.largest_held / engine.places.bound,
+    "kestrel.kv.usage": lambda engine: engine.stats.kv_use,
+    "kestrel.adapters.loaded": lambda engine: len(engine.adapter_counts.loaded),
+    "kestrel.adapters.used": lambda engine: engine.adapter_counts.used,
+}
+"""Instruments with one value for each model."""
