@@ -37,16 +37,7 @@ SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY", PASSWORD_VARIABLE)
 """Variables that have neither a flag nor a key."""
 _OF_CLIENTS = tuple(
     f"KESTREL_{name}"
-    for name in (
-        "TOKEN",
-        "SERVER",
-        "TIMEOUT",
-        "TLS",
-        "CA",
-        "CLIENT_CERT",
-        "CLIENT_KEY",
-        "SERVER_NAME",
-    )
+    for name in "TOKEN SERVER TIMEOUT TLS CA CLIENT_CERT CLIENT_KEY SERVER_NAME".split()
 )
 """Variables of the commands that call a server."""
 _OF_A_CLUSTER = re.compile(r"KESTREL_(\w+_)?(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+)")
