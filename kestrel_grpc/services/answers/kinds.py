@@ -14,9 +14,8 @@ from ..messages.named_skill import skill_requests, skill_response
 from ..messages.responses import (
     NameResult,
     caption_answer,
-    found_boxes,
     found_outline,
-    found_points,
+    found_places,
     presupposed,
     query_answer,
 )
@@ -149,9 +148,9 @@ CAPTION = Kind(
     response=lambda result, parts: pb.CaptionResponse(captions=parts),
     are_samples=True,
 )
-POINT = _finding("point", point_requests, found_points, pb.PointResponse, tiles=read_tiles)
+POINT = _finding("point", point_requests, found_places, pb.PointResponse, tiles=read_tiles)
 DETECT = _finding(
-    *("detect", detect_requests, found_boxes, pb.DetectResponse), tiles=read_tiles, merge=_suppress
+    *("detect", detect_requests, found_places, pb.DetectResponse), tiles=read_tiles, merge=_suppress
 )
 SEGMENT = _finding(
     *("segment", segment_requests, found_outline, pb.SegmentResponse), complete=_draw

@@ -37,16 +37,11 @@ def presupposed(result: EngineResult) -> list[pb.ObjectSearch]:
     return [pb.ObjectSearch(object=each.object, absence=each.absence) for each in result.absences]
 
 
-def found_points(result: EngineResult, label: str) -> NameResult:
-    return NameResult(
-        [detection(found, label) for found in result.output["points"]], _search(result, label)
-    )
-
-
-def found_boxes(result: EngineResult, label: str) -> NameResult:
-    return NameResult(
-        [detection(found, label) for found in result.output["objects"]], _search(result, label)
-    )
+def found_places(result: EngineResult, label: str) -> NameResult:
+    """Points or boxes."""
+    output = result.output
+    places = output["points"] if "points" in output else output["objects"]
+    return NameResult([detection(found, label) for found in places], _search(result, label))
 
 
 def found_outline(result: EngineResult, label: str) -> NameResult:
