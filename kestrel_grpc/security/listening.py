@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..settings.addresses import AddressError, unix_path
@@ -14,22 +15,25 @@ if TYPE_CHECKING:  # The supervisor of workers loads no gRPC.
 
 def check_exposure(addresses: tuple[str, ...], security: SecurityConfig) -> None:
     """Raises AddressError for an address that other machines can reach, unless TLS and credentials protect it."""
-    if security.insecure_listen or (security.tls is not None and security.knows_callers):
+    if security.insecure_listen:
         return
-    missing = [
-        *(["TLS (--tls-cert, --tls-key)"] if security.tls is None else []),
-        *(
-            []
-            if security.knows_callers
-            else ["credentials (--auth-tokens, KESTREL_API_KEY or --tls-client-ca)"]
-        ),
-    ]
+    has = {
+        "TLS (--tls-cert, --tls-key)": security.tls is not None,
+        "credentials (--auth-tokens, KESTREL_API_KEY or --tls-client-ca)": security.knows_callers,
+    }
     for address in addresses:
-        if not is_loopback(address):
-            raise AddressError(
-                f"refusing to listen on {address}, which other machines can reach, without {' and '.join(missing)}; "
-                "--insecure-listen allows it"
-            )
+        check_reach("listen", address, has)
+
+
+def check_reach(what: str, address: str, has: Mapping[str, bool]) -> None:
+    """Raises AddressError for an address that other machines can reach, unless ``has`` says of each protection that it
+    is there. ``what``: the server does at the address."""
+    missing = [name for name, is_there in has.items() if not is_there]
+    if missing and not is_loopback(address):
+        raise AddressError(
+            f"refusing to {what} on {address}, which other machines can reach, without {' and '.join(missing)}; "
+            "--insecure-listen allows it"
+        )
 
 
 def check_files_and_addresses(

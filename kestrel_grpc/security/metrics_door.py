@@ -11,14 +11,14 @@ import ssl
 import threading
 from dataclasses import replace
 
-from ..settings.addresses import AddressError
 from ..settings.security import SecurityConfig
 from .hosts import ANY, Hosts
 from .identity.callers import AUTHORIZATION, AuthContext, Callers
 from .identity.principal import NotAuthenticated, Scope, ScopeMissing
 from .identity.tls import RenewedContext
-from .listening import is_loopback
+from .listening import check_reach, is_loopback
 
+_TLS = "TLS (--tls-cert, --tls-key, --metrics-tls)"
 _WAYS = "credentials (--auth-tokens or KESTREL_API_KEY, without metrics in --open; or a file of --metrics-tls)"
 UNAUTHORIZED, FORBIDDEN = "401 Unauthorized", "403 Forbidden"
 MISDIRECTED = "421 Misdirected Request"
@@ -37,7 +37,8 @@ class MetricsDoor:
         self._open = security.is_open("metrics")
         """Whether scrapers need no token."""
         asks = client_ca is not None or (security.has_tokens and not self._open)
-        _check_exposure(address, security, asks=asks, talks_tls=tls is not None)
+        if not security.insecure_listen:
+            check_reach("serve metrics", address, {_TLS: tls is not None, _WAYS: asks})
         self._lock = threading.Lock()
         self._callers = Callers(security, client_ca) if asks else None
         self._tls = None if tls is None else RenewedContext(tls, "metrics port")
@@ -80,16 +81,3 @@ class MetricsDoor:
             return None
         with self._lock:
             return self._tls.context()
-
-
-def _check_exposure(address: str, security: SecurityConfig, *, asks: bool, talks_tls: bool) -> None:
-    if security.insecure_listen or is_loopback(address) or (asks and talks_tls):
-        return
-    missing = [
-        *([] if talks_tls else ["TLS (--tls-cert, --tls-key, --metrics-tls)"]),
-        *([] if asks else [_WAYS]),
-    ]
-    raise AddressError(
-        f"refusing to serve metrics on {address}, which other machines can reach, without {' and '.join(missing)}; "
-        "--insecure-listen allows it"
-    )
