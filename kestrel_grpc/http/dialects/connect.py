@@ -124,16 +124,8 @@ def _posted(path: str, method: Any, behaviour: Any, codec: _Codec, largest: int)
         message = codec.read(kind(), body, largest, is_gzip)
         return ServiceCall(message, behaviour, codec.whole, codec.enveloped if streams else None)
 
-    return Endpoint(
-        path,
-        read,
-        is_raw=True,
-        types=(content_type,),
-        encoding=encoding,
-        inline_bytes=_INLINE_BYTES,
-        form=_Form(content_type, streams),
-        timeout_s=_timeout_s,
-    )
+    form = _Form(content_type, streams)
+    return _endpoint(path, read, form, types=(content_type,), encoding=encoding)
 
 
 def _uploaded(path: str, method: Any, behaviour: Any, codec: _Codec) -> Endpoint:
@@ -149,16 +141,8 @@ def _uploaded(path: str, method: Any, behaviour: Any, codec: _Codec) -> Endpoint
 
         return ServiceCall(messages.all(), behaviour, whole)
 
-    return Endpoint(
-        path,
-        read,
-        is_raw=True,
-        pulls=True,
-        types=(codec.stream_type,),
-        encoding=_STREAM_ENCODING,
-        form=form,
-        timeout_s=_timeout_s,
-    )
+    types, encoding = (codec.stream_type,), _STREAM_ENCODING
+    return _endpoint(path, read, form, pulls=True, types=types, encoding=encoding)
 
 
 class _Uploaded(Incoming):
@@ -223,8 +207,17 @@ def _gotten(path: str, method: Any, behaviour: Any, largest: int) -> Endpoint:
         message = codec.read(kind(), data, min(largest, _QUERY_BYTES), is_gzip)
         return ServiceCall(message, behaviour, codec.whole)
 
-    form = _Form(JSON, streams=False)
-    return Endpoint(path, read, is_raw=True, takes_body=False, form=form, timeout_s=_timeout_s)
+    return _endpoint(path, read, _Form(JSON, streams=False), takes_body=False)
+
+
+def _endpoint(path: str, read: Callable[..., ServiceCall], form: _Form, **others: Any) -> Endpoint:
+    """``others``: fields of Endpoint."""
+    shared: dict[str, Any] = {
+        "is_raw": True,
+        "inline_bytes": _INLINE_BYTES,
+        "timeout_s": _timeout_s,
+    }
+    return Endpoint(path, read, form=form, **shared, **others)
 
 
 def _checked(scope: Scope) -> dict[bytes, bytes]:
