@@ -21,7 +21,7 @@ from ..edge.calls.call import Call, Context
 from ..edge.calls.current import current
 from ..edge.failures.errors import BatchesNotTaken, ShuttingDown
 from ..edge.failures.statuses import complaint
-from ..edge.messages.fields import located
+from ..edge.messages.fields import in_range, located
 from ..security.admission.message_room import COPIES
 from ..service_names import VISION_METHODS, VISION_SERVICE
 from ..services.vision import VisionService
@@ -77,7 +77,8 @@ class BatchService(BatchServiceServicer):
                 if message.WhichOneof("part") == "info":
                     if count or info is not None:
                         raise InvalidRequest("info", "must be the first message, and only that")
-                    info = _checked_info(message.info)
+                    info = message.info
+                    in_range(info, "total_requests", 1, MOST_REQUESTS, 1, ("info",))
                     continue
                 held.append(_checked_request(message, count))
                 num_bytes += len(held[-1][1])
@@ -106,9 +107,7 @@ class BatchService(BatchServiceServicer):
     async def ListBatches(
         self, request: pb.ListBatchesRequest, context: Context
     ) -> pb.ListBatchesResponse:
-        size = request.page_size if request.HasField("page_size") else _USUALLY_LISTED
-        if not 1 <= size <= _MOST_LISTED:
-            raise InvalidRequest("page_size", f"is {size}; must be 1 to {_MOST_LISTED}")
+        size = in_range(request, "page_size", 1, _MOST_LISTED, _USUALLY_LISTED)
         store, owner = self._taking.store, current.get().principal
         with _naming("page_token", request.page_token, 0):
             found = await store.batches(owner, request.page_token, size + 1)
@@ -160,13 +159,6 @@ class BatchService(BatchServiceServicer):
                     f"the server is shutting down; ask a later one from start_index {at} on"
                 )
             await changed.wait()
-
-
-def _checked_info(info: pb.BatchInfo) -> pb.BatchInfo:
-    """Raises InvalidRequest."""
-    if info.HasField("total_requests") and not 1 <= info.total_requests <= MOST_REQUESTS:
-        raise InvalidRequest(_TOTAL, f"is {info.total_requests}; must be 1 to {MOST_REQUESTS}")
-    return info
 
 
 def _checked_request(message: pb.CreateBatchRequest, count: int) -> tuple[str, bytes]:

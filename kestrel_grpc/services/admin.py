@@ -16,7 +16,7 @@ from kestrel_engine import InvalidRequest, clock
 
 from ..edge.calls.call import Context, valid_request_id
 from ..edge.calls.current import current
-from ..edge.messages.fields import checked_model_name
+from ..edge.messages.fields import checked_model_name, in_range
 from ..images.store import ImageStore
 from ..model_changes import Loading, ModelChanges
 from ..monitoring.call_statistics import CallStatistics, MethodCounts
@@ -109,8 +109,8 @@ class AdminService(AdminServiceServicer):
     async def StartProfile(
         self, request: pb.StartProfileRequest, context: Context
     ) -> pb.StartProfileResponse:
-        duration_ms = _in_range(request, "duration_ms", MIN_MS, MAX_MS, DEFAULT_MS)
-        steps = _in_range(request, "steps", 1, MAX_STEPS, DEFAULT_STEPS)
+        duration_ms = in_range(request, "duration_ms", MIN_MS, MAX_MS, DEFAULT_MS)
+        steps = in_range(request, "steps", 1, MAX_STEPS, DEFAULT_STEPS)
         file = await self._profiles.start(
             self._served.default.loaded,
             seconds=duration_ms / 1e3,
@@ -137,7 +137,7 @@ class AdminService(AdminServiceServicer):
     async def StartCapture(
         self, request: pb.StartCaptureRequest, context: Context
     ) -> pb.StartCaptureResponse:
-        requests = _in_range(request, "requests", 1, MAX_REQUESTS, DEFAULT_REQUESTS)
+        requests = in_range(request, "requests", 1, MAX_REQUESTS, DEFAULT_REQUESTS)
         self._capture.start(requests, images=request.images)
         _log_action(
             "capture %d failing requests, %s images",
@@ -178,7 +178,7 @@ class AdminService(AdminServiceServicer):
         self, request: pb.UnloadModelRequest, context: Context
     ) -> pb.UnloadModelResponse:
         name = checked_model_name(request.model)
-        grace_ms = _in_range(request, "grace_ms", 0, _MOST_GRACE_MS, round(1e3 * self._grace_s))
+        grace_ms = in_range(request, "grace_ms", 0, _MOST_GRACE_MS, round(1e3 * self._grace_s))
         _log_action("unload model %s", name)
         before = {"models": self._served.names}
         _changed(before, unloading=name)  # It goes on if the caller leaves.
@@ -266,16 +266,6 @@ def _find_logger(module: str) -> logging.Logger:
         # getLogger would create a logger that is never removed and never used.
         raise InvalidRequest("module", "no module of this name writes logs")
     return logging.getLogger(module)
-
-
-def _in_range(request: Any, name: str, least: int, most: int, default: int) -> int:
-    """The value of an optional field. Raises InvalidRequest."""
-    if not request.HasField(name):
-        return default
-    value: int = getattr(request, name)
-    if not least <= value <= most:
-        raise InvalidRequest(name, f"is {value}; must be {least} to {most}")
-    return value
 
 
 def _rounded_ms(duration_s: float) -> float:

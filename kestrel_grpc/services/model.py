@@ -21,7 +21,7 @@ from kestrel_engine import IMAGE_FORMATS, InvalidRequest
 
 from .. import __version__
 from ..edge.calls.call import Context
-from ..edge.messages.fields import checked_model_name
+from ..edge.messages.fields import checked_model_name, in_range
 from ..monitoring.load import LoadMeter
 from ..served_model import ServedModel, ServedModels, State
 from .answers.analysis import MAX_TASKS
@@ -233,9 +233,7 @@ def page_of(
     ``request``: has ``page_size`` and ``page_token``. ``items``: all, in order of their keys, which differ. ``scope``:
     names the list. Raises InvalidRequest for an invalid size, and for an invalid token or that of another list.
     """
-    size = request.page_size if request.HasField("page_size") else _USUAL
-    if not 1 <= size <= MOST:
-        raise InvalidRequest("page_size", f"is {size}; must be 1 to {MOST}")
+    size = in_range(request, "page_size", 1, MOST, _USUAL)
     after = _key_in(request.page_token, scope) if request.page_token else None
     left = [(key, item) for key, item in items if after is None or key > after]
     shown = left[:size]

@@ -59,6 +59,18 @@ def known_value(name: str | FieldPath, number: int, enum: Any, meanings: Mapping
     return meanings[number]
 
 
+def in_range(
+    message: Any, name: str, least: int, most: int, default: int, outer: FieldPath = ()
+) -> int:
+    """The value of an optional field. ``outer``: the path of ``message``. Raises InvalidRequest."""
+    if not message.HasField(name):
+        return default
+    value: int = getattr(message, name)
+    if not least <= value <= most:
+        raise InvalidRequest((*outer, name), f"is {value}; must be {least} to {most}")
+    return value
+
+
 def meant_float(value: float) -> float:
     """The number that the caller meant: 0.1 for the float32 next to it."""
     return float(str(np.float32(value)))

@@ -18,7 +18,7 @@ from kestrel_engine import InvalidRequest, clock
 from ...edge.calls.call import CallOptions, Metadata
 from ...edge.calls.current import current
 from ...edge.failures.statuses import Complaint
-from ...edge.messages.fields import call_options, known_value
+from ...edge.messages.fields import call_options, in_range, known_value
 from ...edge.request_streams import StreamKind
 from ...images.request_images import RequestImages, images_of
 from ...security.admission.message_room import COPIES
@@ -251,23 +251,16 @@ def _checked(message: pb.StreamFramesRequest, principal: Principal) -> _Config:
         raise InvalidRequest(("config", "last_frame_id"), "must be at least 0")
     options = call_options(config.options, principal, ("config", "options"))
     overview = known_value(("config", "late"), config.late, pb.LateFrames, _LATE)
-    _check_range("latency_budget_ms", config, _MOST_BUDGET_MS)
-    _check_range("max_in_flight", config, _MOST_IN_FLIGHT)
+    budget_ms = in_range(config, "latency_budget_ms", 1, _MOST_BUDGET_MS, 1, ("config",))
+    in_flight = in_range(config, "max_in_flight", 1, _MOST_IN_FLIGHT, _IN_FLIGHT, ("config",))
     has_budget = config.HasField("latency_budget_ms")
     if overview and not has_budget:
         raise InvalidRequest(("config", "late"), "needs latency_budget_ms")
     return _Config(
         tasks=tasks,
         options=options,
-        budget_s=config.latency_budget_ms / 1e3 if has_budget else None,
+        budget_s=budget_ms / 1e3 if has_budget else None,
         overview_if_late=overview,
-        in_flight=config.max_in_flight if config.HasField("max_in_flight") else _IN_FLIGHT,
+        in_flight=in_flight,
         has_tiles=any(task.has_tiles for task in tasks),
     )
-
-
-def _check_range(name: str, config: pb.FramesConfig, most: int) -> None:
-    """Raises InvalidRequest."""
-    value = getattr(config, name)
-    if config.HasField(name) and not 1 <= value <= most:  # type: ignore[arg-type]
-        raise InvalidRequest(("config", name), f"is {value}; must be 1 to {most}")

@@ -12,7 +12,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, Request, Tiles
 
-from ...edge.messages.fields import known_value, meant_float
+from ...edge.messages.fields import in_range, known_value, meant_float
 
 MAX_NAMES = 256
 MAX_SAMPLES = 16
@@ -118,8 +118,7 @@ def gaze_requests(task: pb.GazeTask, num_images: int) -> list[Request]:
             raise InvalidRequest(
                 "max_faces", "limits the faces that are found; leave out eyes and faces"
             )
-        if not 1 <= task.max_faces <= MAX_GAZES:
-            raise InvalidRequest("max_faces", f"is {task.max_faces}; must be 1 to {MAX_GAZES}")
+        in_range(task, "max_faces", 1, MAX_GAZES, 1)
     if task.HasField("max_tokens") and task.max_tokens < 1:
         # The request that finds faces does not have it.
         raise InvalidRequest("max_tokens", f"{task.max_tokens} is not a whole number of at least 1")
