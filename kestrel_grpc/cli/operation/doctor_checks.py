@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -118,13 +119,17 @@ def check_addresses(config: ServerConfig) -> Iterator[Finding]:
         scraped = config.telemetry.prometheus
         wanted += [(address_of(scraped, index), "--metrics-listen") for index in workers]
     for address, flag in wanted:
-        try:
-            check_free(address)
-        except AddressError as error:
-            remedy = f"stop the program that listens there, or choose another address ({flag})"
-            yield Finding("address", "fail", str(error), remedy)
-        else:
-            yield Finding("address", "ok", f"{address} is free")
+        remedy = f"stop the program that listens there, or choose another address ({flag})"
+        yield _tried("address", partial(check_free, address), f"{address} is free", remedy)
+
+
+def _tried(check: str, work: Callable[[], object], fine: str, remedy: str) -> Finding:
+    """What a check finds that fails if ``work`` raises an error of the settings."""
+    try:
+        work()
+    except (AddressError, SettingsError, TlsError, TokenFileError) as error:
+        return Finding(check, "fail", str(error), remedy)
+    return Finding(check, "ok", fine)
 
 
 def check_workers(config: ServerConfig, runtime: RuntimeConfig) -> Finding:
@@ -143,37 +148,25 @@ def check_workers(config: ServerConfig, runtime: RuntimeConfig) -> Finding:
 
 def check_security(security: SecurityConfig) -> Iterator[Finding]:
     """Checks that certificates, key and tokens are valid."""
-    if security.tls is not None:
-        try:
-            server_credentials(security.tls)
-        except TlsError as error:
-            yield Finding("tls", "fail", str(error), "docs/run/service.md, TLS")
-        else:
-            yield Finding("tls", "ok", f"{security.tls.certificate} matches its key")
+    if (tls := security.tls) is not None:
+        fine = f"{tls.certificate} matches its key"
+        yield _tried("tls", lambda: server_credentials(tls), fine, "docs/run/service.md, TLS")
     if not security.knows_callers:
         yield Finding("callers", "ok", "callers need no credentials")
         return
-    try:
-        Callers(security, security.client_ca)
-    except TokenFileError as error:
-        yield Finding(
-            "callers", "fail", str(error), "'kestrel-grpc token' writes lines of the file"
-        )
-    else:
-        yield Finding("callers", "ok", "callers need a token or a certificate")
+    yield _tried(
+        *("callers", lambda: Callers(security, security.client_ca)),
+        *("callers need a token or a certificate", "'kestrel-grpc token' writes lines of the file"),
+    )
     for exposure in exposures(security):
         yield Finding("file modes", "warn", exposure, "docs/run/security.md, Files")
 
 
 def check_skills(names: Sequence[str]) -> Finding:
     """Checks that plug-in skills can be loaded. Imports their modules, as serve does."""
-    try:
-        skill_registry(names)
-    except SettingsError as error:
-        return Finding(
-            "skills", "fail", str(error), "docs/develop/skills.md describes what a skill needs"
-        )
-    return Finding("skills", "ok", ", ".join(names) or "the model's own")
+    remedy = "docs/develop/skills.md describes what a skill needs"
+    fine = ", ".join(names) or "the model's own"
+    return _tried("skills", lambda: skill_registry(names), fine, remedy)
 
 
 def check_telemetry(config: ServerConfig) -> Finding:
