@@ -105,31 +105,19 @@ def _add(flags: Flags, setting: Setting, default: Any, *, several: bool) -> None
         default = "on" if default is not setting.negated else "off"
     elif setting.repeated:
         default = None
-    several_ways = setting.repeated and setting.distinct
-    help = setting.help + ("; repeat the flag or separate with commas" if several_ways else "")
+    help, parse, shown = setting.help, parser_of(setting), setting.shown
     if several:
         assert setting.kind == "text" and setting.parse is None, setting
-        flags.add(
-            setting.flag,
-            help=f"{help}; may be given several times, each with settings of its own: NAME,SETTING=VALUE",
-            type=in_list,
-            default=[default],
-            shown=str(default),
-            repeated=True,
-            **options,
-        )
-        return
-    flags.add(
-        setting.flag,
-        help=help,
-        type=parser_of(setting),
-        default=0 if default is None and setting.zero_is_none else default,
-        shown=_shown_size(default)
-        if setting.shown is None and setting.kind == "bytes"
-        else setting.shown,
-        repeated=setting.repeated,
-        **options,
-    )
+        help += "; may be given several times, each with settings of its own: NAME,SETTING=VALUE"
+        default, shown, parse = [default], str(default), in_list
+    elif setting.repeated and setting.distinct:
+        help += "; repeat the flag or separate with commas"
+    elif shown is None and setting.kind == "bytes":
+        shown = _shown_size(default)
+    if default is None and setting.zero_is_none:
+        default = 0
+    options |= {"type": parse, "default": default, "shown": shown}
+    flags.add(setting.flag, help=help, repeated=several or setting.repeated, **options)
 
 
 def parser_of(setting: Setting) -> Callable[[str], Any]:
