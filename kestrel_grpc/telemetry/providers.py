@@ -12,13 +12,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, MetricExporter, MetricReader
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, MetricReader
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from .. import __version__
@@ -53,11 +53,11 @@ def resource() -> Resource:
 def tracers(config: TelemetryConfig) -> Tracers:
     processors = [
         BatchSpanProcessor(
-            _span_exporter(exporter, config.traces_protocol),
+            _exporter("Span", each, config.traces_protocol),
             max_queue_size=config.span_queue,
             schedule_delay_millis=config.span_delay_ms,
         )
-        for exporter in config.traces
+        for each in config.traces
     ]
     shared = resource()
     requests = TracerProvider(resource=shared, shutdown_on_exit=False)
@@ -72,7 +72,7 @@ def meters(config: TelemetryConfig, pull: PullReader | None) -> tuple[MeterProvi
     """The provider of metrics and its readers. ``pull``: the Prometheus endpoint's reader, or None."""
     readers: list[Reader] = [] if pull is None else [pull]
     readers += [
-        PushReader(_metric_exporter(each, config.metrics_protocol)) for each in config.metrics
+        PushReader(_exporter("Metric", each, config.metrics_protocol)) for each in config.metrics
     ]
     every: list[MetricReader] = [*readers]
     return MeterProvider(every, resource=resource(), shutdown_on_exit=False), readers
@@ -98,21 +98,11 @@ async def within(timeout_s: float, *steps: Callable[[], object]) -> bool:
     return not unfinished
 
 
-def _span_exporter(exporter: Exporter, protocol: Protocol) -> SpanExporter:
+def _exporter(what: Literal["Span", "Metric"], exporter: Exporter, protocol: Protocol) -> Any:
+    """An exporter to the console, or by OTLP: a class of the package of the protocol, grpc or http."""
     if exporter == "console":
-        return ConsoleSpanExporter()
-    made: SpanExporter = _otlp(protocol, "trace_exporter").OTLPSpanExporter()
-    return made
-
-
-def _metric_exporter(exporter: Exporter, protocol: Protocol) -> MetricExporter:
-    if exporter == "console":
-        return ConsoleMetricExporter()
-    made: MetricExporter = _otlp(protocol, "metric_exporter").OTLPMetricExporter()
-    return made
-
-
-def _otlp(protocol: Protocol, module: str) -> Any:
-    """A module of the package of the protocol, grpc or http."""
-    name = "grpc" if protocol == "grpc" else "http"
-    return importlib.import_module(f"opentelemetry.exporter.otlp.proto.{name}.{module}")
+        return ConsoleSpanExporter() if what == "Span" else ConsoleMetricExporter()
+    package = "grpc" if protocol == "grpc" else "http"
+    module = "trace_exporter" if what == "Span" else "metric_exporter"
+    otlp = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.{module}")
+    return getattr(otlp, f"OTLP{what}Exporter")()
