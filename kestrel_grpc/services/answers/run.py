@@ -8,6 +8,7 @@ share their prefix. The engine schedules these requests like all others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -55,6 +56,7 @@ from .several import (
 
 logger = logging.getLogger(__name__)
 
+_NO_TURN = contextlib.nullcontext()
 _OPTIONS = frozenset(common_pb2.RequestOptions.DESCRIPTOR.fields_by_name)
 
 
@@ -245,29 +247,18 @@ class Run:
         note: Callable[[EngineStream], Awaitable[None]] | None = None,
     ) -> PartResult[Part]:
         """Runs a request to its end. ``note`` is called when the engine has accepted it."""
-        if self._turns is None:
-            return await self._ran(task, request, images, note)
-        async with self._turns.of(len(images[0].looks) if images else 1):
-            return await self._ran(task, request, images, note)
-
-    async def _ran(
-        self,
-        task: CallTask[Part, Response],
-        request: Request,
-        images: Sequence[Any],
-        note: Callable[[EngineStream], Awaitable[None]] | None,
-    ) -> PartResult[Part]:
-        result = self._not_begun.get(request.skill) if note is None else None
-        if result is None:
-            result = await self._result(task, request, images, note)
-        kind = task.kind
-        part = kind.part(result, label_of(request))
-        if kind.complete is not None and result.image_size is not None:
-            await kind.complete(task.message, part, result.image_size)
-        if self._sender is not None:
-            for event in kind.last_events(part):
-                await self._sender.send(event, task.key)
-        return PartResult(part, result)
+        turns, kind = self._turns, task.kind
+        async with _NO_TURN if turns is None else turns.of(len(images[0].looks) if images else 1):
+            result = self._not_begun.get(request.skill) if note is None else None
+            if result is None:
+                result = await self._result(task, request, images, note)
+            part = kind.part(result, label_of(request))
+            if kind.complete is not None and result.image_size is not None:
+                await kind.complete(task.message, part, result.image_size)
+            if self._sender is not None:
+                for event in kind.last_events(part):
+                    await self._sender.send(event, task.key)
+            return PartResult(part, result)
 
     async def _result(
         self,
