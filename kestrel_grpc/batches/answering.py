@@ -11,7 +11,7 @@ from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_engine import EngineClosed, EngineOverloaded
 
 from ..edge.call_life import CallLife
-from ..edge.calls.call import Call, Context
+from ..edge.calls.call import Call, Context, OwnContext
 from ..edge.failures.errors import ModelNotReady
 from ..security.admission.admission import MessageTooLarge
 from ..security.admission.message_room import Hold
@@ -79,20 +79,11 @@ class BatchCalls:
         return exchange.given
 
 
-class _Context:
-    """What services ask of gRPC's context."""
+class _Context(OwnContext):
+    """A request has as long as its batch."""
 
     def peer(self) -> str:
         return "batch:"
-
-    def invocation_metadata(self) -> None:
-        """A request has none."""
-
-    def time_remaining(self) -> None:
-        """A request has as long as its batch."""
-
-    async def send_initial_metadata(self, metadata: Any) -> None:
-        """The answer has the request's id."""
 
 
 class _Exchange:

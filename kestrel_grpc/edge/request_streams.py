@@ -26,7 +26,7 @@ from ..security.admission.admission import TooManyCalls
 from ..security.admission.message_room import ADAPTED_COPIES, Hold
 from ..security.identity.principal import Principal, needed_scopes
 from .call_life import CallLife
-from .calls.call import Call, CallLimit, Context, Metadata, new_id
+from .calls.call import Call, CallLimit, Context, Metadata, OwnContext, new_id
 from .failures.errors import ShuttingDown, SlowReader, SlowSender
 from .failures.statuses import Complaint, complaint
 from .grpc_method import GrpcMethod, Trailers, Writer
@@ -233,7 +233,7 @@ class _RequestStream:
             self._is_stuck = False
 
 
-class _Request:
+class _Request(OwnContext):
     """One request of a stream: the transport of its call, and what a service asks of gRPC's context."""
 
     def __init__(self, stream: _RequestStream, message: Any) -> None:
@@ -262,6 +262,3 @@ class _Request:
     def time_remaining(self) -> float | None:
         left: float | None = self._stream.call.context.time_remaining()
         return left
-
-    async def send_initial_metadata(self, metadata: Any) -> None:
-        """The stream's metadata belongs to all of its requests. Responses carry their request's id."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from kestrel_engine import clock
 
+from ..edge.calls.call import OwnContext
 from ..security.identity.callers import AuthContext
 
 Scope = dict[str, Any]
@@ -21,7 +22,7 @@ _KEY_HEADERS = (b"x-moondream-auth", b"x-api-key")
 """Headers in which clients send a key, in addition to ``authorization``."""
 
 
-class HttpContext:
+class HttpContext(OwnContext):
     """``scope``: the request's, of ASGI. ``write`` receives each message of a streaming method. None: the request is no
     method's. ``timeout_s``: the seconds that the client waits for the response; None if it does not say."""
 
@@ -47,11 +48,7 @@ class HttpContext:
         return self._certificate
 
     def time_remaining(self) -> float | None:
-        """Seconds until the client's deadline; None if it has none, and only the server's own limit applies."""
         return None if self._ends_at is None else max(0.0, self._ends_at - clock.now())
-
-    async def send_initial_metadata(self, metadata: Any) -> None:
-        """The response's headers carry the ids."""
 
     async def write(self, message: Any) -> None:
         assert self._write is not None, "only methods write"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import cast
 
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_engine import InferenceEngine, RuntimeConfig
 
-from ..edge.calls.call import Call, Context, new_id
+from ..edge.calls.call import Call, Context, OwnContext, new_id
 from ..edge.calls.current import current
 from ..edge.failures.statuses import complaint
 from ..edge.messages.fields import own_id
@@ -65,15 +65,8 @@ class EmbeddedModel:
         await self._engine.shutdown(grace_s=0)
 
 
-class _Context:
-    """The parts of gRPC's context that services use."""
+class _Context(OwnContext):
+    """The other server has the deadline, and cancels the call."""
 
     def __init__(self, write: Write) -> None:
         self.write = write
-
-    def time_remaining(self) -> float | None:
-        """None, because the other server has the deadline and cancels the call."""
-        return None
-
-    async def send_initial_metadata(self, metadata: Any) -> None:
-        """Does nothing, because the other server has its own metadata."""

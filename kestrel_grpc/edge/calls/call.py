@@ -57,6 +57,23 @@ class CallOptions:
 NO_OPTIONS = CallOptions()
 
 
+class OwnContext:
+    """What services ask of gRPC's context, for a call that gRPC has not begun: nothing is known of its caller."""
+
+    def peer(self) -> str:
+        return ""
+
+    def invocation_metadata(self) -> Metadata:
+        return ()
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None without one."""
+        return None
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """The response carries the ids."""
+
+
 @dataclass(slots=True)
 class Call:
     """One call in progress."""
