@@ -20,6 +20,7 @@ from pathlib import Path
 from kestrel_client import AsyncKestrelClient, KestrelError
 
 from ..settings.addresses import unix_path
+from ..workers.forks import ending
 from .plan import ServerTask, server_address
 from .scaling import KV_USE, QUEUE_WAIT_S, UTILIZATION
 
@@ -92,7 +93,7 @@ class ServerProcess:
 
     def has_ended(self) -> str | None:
         """How the process ended; None while it runs."""
-        return None if self._process.returncode is None else _how(self._process.returncode)
+        return None if self._process.returncode is None else ending(self._process.returncode)
 
     async def is_serving(self) -> bool:
         """Whether it takes calls. False also if it does not answer."""
@@ -136,7 +137,7 @@ async def _ready_address(process: asyncio.subprocess.Process, host: str) -> str:
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode(errors="replace")
     if not line:
-        how = _how(await process.wait())
+        how = ending(await process.wait())
         raise ServerError(
             f"the server did not start: {how}; its log, in Ray's log of this replica, says why"
         )
@@ -153,10 +154,6 @@ def _variables(environ: Mapping[str, str], task: ServerTask, name: str) -> dict[
     own = f"service.instance.id={name}"
     before = environ.get(_RESOURCE)
     return {**kept, _RESOURCE: f"{before},{own}" if before else own}
-
-
-def _how(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -47,6 +47,14 @@ _BYTES_PER_PIXEL = {
 }
 
 
+PIXEL_FORMATS = {
+    1: common_pb2.PIXEL_FORMAT_GRAY8,
+    3: common_pb2.PIXEL_FORMAT_RGB8,
+    4: common_pb2.PIXEL_FORMAT_RGBA8,
+}
+"""By the number of bytes per pixel."""
+
+
 def at_image(path: FieldPath) -> AbstractContextManager[None]:
     """Raises an error that is in the field ``image`` with the ``path`` of the image in the request."""
     return located(lambda field: (*path, *field[1:]) if field[:1] == ("image",) else field)

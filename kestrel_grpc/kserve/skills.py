@@ -13,6 +13,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest
 
 from ..edge.calls.call import Context
+from ..images.request_images import PIXEL_FORMATS
 from ..services.messages.json_values import (
     CAPTION_LENGTHS,
     REFINEMENTS,
@@ -47,11 +48,6 @@ _NAMES: dict[FieldPath, str] = {
     ("options", "model"): "model_name",
 }
 """The inputs that have another name than their field of kestrel.v1."""
-_CHANNELS = {
-    1: common_pb2.PIXEL_FORMAT_GRAY8,
-    3: common_pb2.PIXEL_FORMAT_RGB8,
-    4: common_pb2.PIXEL_FORMAT_RGBA8,
-}
 
 Values = dict[str, Any]
 
@@ -246,13 +242,13 @@ class _Inputs:
             image.encoded = data
         elif (
             len(shape) == 3
-            and shape[2] in _CHANNELS
+            and shape[2] in PIXEL_FORMATS
             and 0 < shape[0] <= _MOST
             and 0 < shape[1] <= _MOST
         ):
             height, width, depth = shape
             raw = image.raw
-            raw.data, raw.width, raw.height, raw.format = data, width, height, _CHANNELS[depth]
+            raw.data, raw.width, raw.height, raw.format = data, width, height, PIXEL_FORMATS[depth]
         else:
             raise InvalidRequest(
                 "IMAGE",

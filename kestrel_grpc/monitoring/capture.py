@@ -36,6 +36,7 @@ from .. import __version__
 from ..edge.calls.call import Call
 from ..edge.failures.errors import CaptureError
 from ..edge.messages.fields import request_options
+from ..images.request_images import PIXEL_FORMATS
 from ..images.upload import ReceivedParts
 from ..served_model import ServedModels
 from ..service_names import IMAGE_METHODS, KSERVE_METHODS, VISION_METHODS
@@ -61,12 +62,6 @@ _METHODS_OF_VISION = {
     for method in vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].methods
 }
 """By the name of the request message, and whether the answer is a stream."""
-_FORMATS = {
-    1: common_pb2.PIXEL_FORMAT_GRAY8,
-    3: common_pb2.PIXEL_FORMAT_RGB8,
-    4: common_pb2.PIXEL_FORMAT_RGBA8,
-}
-"""By the number of bytes per pixel."""
 _MOST_WAITING = 4
 """Number of requests that may wait to be written. Each holds its message in memory."""
 
@@ -248,4 +243,4 @@ def _inline(image: common_pb2.Image, source: bytes | np.ndarray) -> None:
         return
     raw = image.raw
     raw.height, raw.width, depth = source.shape
-    raw.data, raw.format = np.ascontiguousarray(source).tobytes(), _FORMATS[depth]
+    raw.data, raw.format = np.ascontiguousarray(source).tobytes(), PIXEL_FORMATS[depth]

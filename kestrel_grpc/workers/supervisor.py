@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -336,9 +337,5 @@ def _raise_start_failure(child: Child, status: int | None) -> None:
 
 def _device_names(tasks: Sequence[WorkerTask]) -> str:
     """The devices of all workers, such as ``2 x cpu``."""
-    devices = list(dict.fromkeys(task.device for task in tasks))
-    counts = [sum(task.device == device for task in tasks) for device in devices]
-    return ", ".join(
-        device if count == 1 else f"{count} x {device}"
-        for device, count in zip(devices, counts, strict=True)
-    )
+    counts = Counter(task.device for task in tasks)
+    return ", ".join(each if n == 1 else f"{n} x {each}" for each, n in counts.items())

@@ -30,6 +30,7 @@ from ...settings.configuration import add_flags, configuration
 from ...settings.flags import Parser, add_settings, configured
 from ...settings.server import ServerConfig
 from ...workers.restarts import WorkersError
+from ..engine_errors import command_errors
 
 ESSENTIAL = (
     *("--model", "--weights", "--device", "--config", "--replicas", "--max-replicas"),
@@ -78,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
     config = configured(ClusterConfig, args)
     url = args.directory or f"http://{config.directory_listen}/{config.application}"
     if args.action == "status":
-        return _status(url, args.json)
+        return _status(url, args)
     if args.action == "follow":
         return _follow(url, args)
     on_ray = _ray()
-    try:
+    with command_errors(args, ClusterError, AddressError):
         if args.action == "down":
             on_ray.connect()
             on_ray.remove(config)
@@ -90,8 +91,6 @@ def run(args: argparse.Namespace) -> int:
         plan = cluster_plan(args, configuration(args), args.settings)
         on_ray.connect()
         on_ray.deploy(plan, partial(print, file=sys.stderr))
-    except (ClusterError, AddressError) as error:
-        raise CommandError(str(error)) from None
     print(
         f"kestrel-grpc cluster ready: {plan.task.model}, settings {plan.task.version}, listed at {url}"
     )
@@ -109,12 +108,10 @@ def _ray() -> ModuleType:
     return on_ray
 
 
-def _status(url: str, as_json: bool) -> int:
-    try:
+def _status(url: str, args: argparse.Namespace) -> int:
+    with command_errors(args, DirectoryError):
         servers = ask(url)
-    except DirectoryError as error:
-        raise CommandError(str(error)) from None
-    if as_json:
+    if args.json:
         print(json.dumps([asdict(each) for each in servers], indent=1))
     else:
         for each in servers:
@@ -137,20 +134,17 @@ def _follow(url: str, args: argparse.Namespace) -> int:
                 f"--{flag.replace('_', '-')}={path}: the folder {path.parent} does not exist"
             )
     config = configuration(args).server
-    try:
+    with command_errors(args, AddressError, DirectoryError):
         check_url(url)
         if args.front:
             check_front(config)
-    except (AddressError, DirectoryError) as error:
-        raise CommandError(str(error)) from None
     set_up_logging(config.log_level, config.log_format, buffer_bytes=config.log_buffer_bytes)
     follower = Follower(url, args.addresses_file, args.endpoints_file)
     try:
-        asyncio.run(_until_signal(follower, config if args.front else None))
+        with command_errors(args, AddressError, WorkersError):
+            asyncio.run(_until_signal(follower, config if args.front else None))
     except OSError as error:
         raise CommandError(f"{error.filename}: {error.strerror}") from None
-    except (AddressError, WorkersError) as error:
-        raise CommandError(str(error)) from None
     finally:
         flush_log()
     return 0
