@@ -15,10 +15,13 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest
 
 from ...edge.calls.call import Context
+from ...service_names import VISION_METHODS
 from ...services.messages.json_values import finish_reason
 from ...services.messages.task_fields import short_path
-from ..edge import ServiceCall
+from ..edge import Endpoint, ServiceCall
 from ..fields import ANY_OBJECT, Fields, json_text, positive
+from ..forms import SSE, Form
+from ..known_fields import KnownFields
 from ..refusals import Rename, renamed
 from ..services import HttpServices
 from .conversation import FIELDS, Conversation
@@ -70,6 +73,13 @@ class Asked(NamedTuple):
         if not fields.flag("stream"):
             return ServiceCall(self.request, self.query, whole, rename=path_of)
         return ServiceCall(self.request, self.stream_query, whole, events, path_of, failed)
+
+
+def query_endpoint(
+    read: Callable[[Fields], ServiceCall], known: KnownFields, form: Form = SSE
+) -> Endpoint:
+    """An endpoint whose requests ask the model a question. ``known``: the fields that ``read`` knows."""
+    return Endpoint(f"{VISION_METHODS}Query", read, fields=known, form=form, caps_max_tokens=True)
 
 
 def ask(

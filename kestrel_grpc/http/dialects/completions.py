@@ -9,6 +9,7 @@ import asyncio
 import codecs
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
@@ -18,13 +19,12 @@ from kestrel_engine import EngineResult, FieldPath, InvalidRequest
 from ...edge.calls.call import Context
 from ...edge.calls.current import current
 from ...edge.messages.fields import take_options
-from ...service_names import VISION_METHODS
 from ...services.answers.several import total_result
-from ..edge import Endpoint, Endpoints, ServiceCall
+from ..edge import Endpoints, ServiceCall
 from ..fields import Fields
 from ..forms import sent_event
 from ..services import HttpServices
-from .asking import fill
+from .asking import fill, query_endpoint
 from .known_fields import COMPLETIONS
 from .openai import fill_top_logprobs, head, reason_of, samples, usage_json
 
@@ -35,16 +35,11 @@ _Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 def endpoints(services: HttpServices) -> Endpoints:
-    return {
-        ("POST", "/v1/completions"): Endpoint(
-            *(f"{VISION_METHODS}Query", lambda fields: _complete(fields, services)),
-            fields=COMPLETIONS,
-            caps_max_tokens=True,
-        )
-    }
+    complete = query_endpoint(partial(_complete, services), COMPLETIONS)
+    return {("POST", "/v1/completions"): complete}
 
 
-def _complete(fields: Fields, services: HttpServices) -> ServiceCall:
+def _complete(services: HttpServices, fields: Fields) -> ServiceCall:
     """Raises InvalidRequest."""
     COMPLETIONS.check(fields)
     if fields.whole("best_of") not in (None, samples(fields)):

@@ -24,7 +24,7 @@ from ..fields import Fields, choice, positive
 from ..forms import JSON, ByteResponse, ErrorResponse, sent_event
 from ..refusals import Rename, refusal, renamed
 from ..services import HttpServices
-from .asking import Asked, ask, count
+from .asking import Asked, ask, count, query_endpoint
 from .conversation import MESSAGE, Message, MessageImage, conversation, read_message
 from .known_fields import CHAT_MESSAGE, OPENAI_SAMPLING, known_fields
 from .sampling import NO_SAMPLING, SamplingFields
@@ -98,9 +98,7 @@ def endpoints(services: HttpServices) -> Endpoints:
 
     form = _Errors()
     return {
-        ("POST", "/v1/messages"): Endpoint(
-            f"{VISION_METHODS}Query", answer, fields=MESSAGES, form=form, caps_max_tokens=True
-        ),
+        ("POST", "/v1/messages"): query_endpoint(answer, MESSAGES, form),
         ("POST", "/v1/messages/count_tokens"): Endpoint(
             f"{VISION_METHODS}CountTokens", counted, fields=_COUNTED, form=form
         ),

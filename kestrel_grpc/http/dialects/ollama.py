@@ -15,7 +15,7 @@ from kestrel_client._pb.kestrel.v1 import model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import FieldPath, InvalidRequest, clock
 
-from ...service_names import MODEL_METHODS, VISION_METHODS
+from ...service_names import MODEL_METHODS
 from ...services.messages.json_values import finish_reason, num_crops
 from ...services.messages.task_fields import short_path
 from ..edge import Endpoint, Endpoints, ServiceCall
@@ -23,11 +23,11 @@ from ..fields import ANY_OBJECT, Fields, json_text, positive
 from ..forms import JsonForm
 from ..refusals import Rename, renamed
 from ..services import HttpServices
+from .asking import query_endpoint
 from .conversation import FIELDS, MESSAGE, Message, MessageImage, conversation
 from .known_fields import GENERATE, OLLAMA_CHAT, OLLAMA_MESSAGE, OLLAMA_OPTIONS, OLLAMA_SAMPLING
 from .models import listing, served_name, set_model
 
-_QUERY = f"{VISION_METHODS}Query"
 _VERSION = "0.12.0"
 """The version of Ollama whose interface this is. Clients query it to learn which fields they may send."""
 _NS_PER_MS = 1_000_000
@@ -96,12 +96,8 @@ def endpoints(services: HttpServices) -> Endpoints:
         return ServiceCall(request, models.GetModel, lambda response: _SHOW)
 
     return {
-        ("POST", "/api/generate"): Endpoint(
-            _QUERY, generate, fields=GENERATE, form=FORM, caps_max_tokens=True
-        ),
-        ("POST", "/api/chat"): Endpoint(
-            _QUERY, chat, fields=OLLAMA_CHAT, form=FORM, caps_max_tokens=True
-        ),
+        ("POST", "/api/generate"): query_endpoint(generate, GENERATE, FORM),
+        ("POST", "/api/chat"): query_endpoint(chat, OLLAMA_CHAT, FORM),
         ("GET", "/api/tags"): listing(models, _tags, FORM),
         ("GET", "/api/ps"): listing(models, _loaded_tags, FORM),
         ("POST", "/api/show"): Endpoint(f"{MODEL_METHODS}GetModel", show, form=FORM),

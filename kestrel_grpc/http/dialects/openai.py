@@ -8,13 +8,14 @@ or Point.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, clock
 
-from ...service_names import MODEL_METHODS, VISION_METHODS
+from ...service_names import MODEL_METHODS
 from ...services.messages.json_values import finish_reason, num_crops
 from ...services.messages.task_fields import holder
 from ..context import Scope
@@ -22,7 +23,7 @@ from ..edge import Endpoint, Endpoints, ServiceCall
 from ..fields import Fields, choice, positive
 from ..forms import sent_event
 from ..services import HttpServices
-from .asking import ask, reasons
+from .asking import ask, query_endpoint, reasons
 from .conversation import MESSAGE, MessageImage, conversation, read_message
 from .known_fields import CHAT, CHAT_MESSAGE, CHAT_PARTS
 from .models import listing, served_name
@@ -43,11 +44,7 @@ def endpoints(services: HttpServices) -> Endpoints:
         return ServiceCall(request, models.GetModel, lambda response: _model_json(response.model))
 
     return {
-        ("POST", "/v1/chat/completions"): Endpoint(
-            *(f"{VISION_METHODS}Query", lambda fields: _chat(fields, services)),
-            fields=CHAT,
-            caps_max_tokens=True,
-        ),
+        ("POST", "/v1/chat/completions"): query_endpoint(partial(_chat, services), CHAT),
         ("GET", "/v1/models"): listing(models, _models_json),
         ("GET", "/v1/models/{model:path}"): Endpoint(
             f"{MODEL_METHODS}GetModel", described, takes_body=False, is_raw=True
@@ -55,7 +52,7 @@ def endpoints(services: HttpServices) -> Endpoints:
     }
 
 
-def _chat(fields: Fields, services: HttpServices) -> ServiceCall:
+def _chat(services: HttpServices, fields: Fields) -> ServiceCall:
     """Raises InvalidRequest, UnsupportedImageError."""
     CHAT.check(fields)
     messages = fields.objects("messages", MESSAGE)

@@ -24,7 +24,7 @@ from ..fields import Fields
 from ..forms import sent_event
 from ..refusals import renamed
 from ..services import HttpServices
-from .asking import Asked, ask, count, reasons
+from .asking import Asked, ask, count, query_endpoint, reasons
 from .conversation import MESSAGE, Message, conversation, read_message
 from .known_fields import OPENAI_SAMPLING, known_fields
 from .openai import message_content
@@ -79,9 +79,7 @@ def endpoints(services: HttpServices) -> Endpoints:
         return count(found, services, lambda counts: {**head, **counts}, _renamed)
 
     return {
-        ("POST", "/v1/responses"): Endpoint(
-            f"{VISION_METHODS}Query", respond, fields=RESPONSES, caps_max_tokens=True
-        ),
+        ("POST", "/v1/responses"): query_endpoint(respond, RESPONSES),
         ("POST", "/v1/responses/input_tokens"): Endpoint(
             f"{VISION_METHODS}CountTokens", counted, fields=_COUNTED
         ),
