@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 
 from kestrel_client.commands.parser import CommandError, temporary_folder_problem
-from kestrel_engine import ConfigError, RuntimeConfig, SkillRegistry, maintenance
+from kestrel_engine import RuntimeConfig, SkillRegistry, maintenance
 
 from .. import __version__
 from ..logs.records import flush_log, set_up_logging
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         with command_errors(args, AddressError, WorkersError):
             if skills is None:
                 return asyncio.run(supervise(config, settled.runtime))
-            return _serve_alone(config, runtimes, skills)
+            return _serve_alone(config, runtimes, skills, args)
     finally:
         flush_log()  # The command prints the error as the last line.
 
@@ -139,9 +139,12 @@ def _check(
 
 
 def _serve_alone(
-    config: ServerConfig, runtimes: Sequence[RuntimeConfig], skills: SkillRegistry
+    config: ServerConfig,
+    runtimes: Sequence[RuntimeConfig],
+    skills: SkillRegistry,
+    args: argparse.Namespace,
 ) -> int:
-    """Raises ConfigError, CommandError."""
+    """Raises SettingsError, CommandError."""
     # Imported here, because a supervisor must not import gRPC.
     from ..process.serving import FAILURES, serve_alone
 
@@ -155,10 +158,6 @@ def _serve_alone(
     for runtime in runtimes:
         for finding in maintenance.check_slow_device(runtime):
             logger.warning("%s: %s: %s", runtime.model, finding.check, finding.message)
-    try:
+    with command_errors(args, *FAILURES):
         run_loop(serve_alone(config, runtimes, skills), config)
-    except ConfigError:
-        raise
-    except FAILURES as error:
-        raise CommandError(str(error)) from None
     return 0

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kestrel_engine import clock
 
@@ -81,8 +81,8 @@ class SharedImages:
         )
         self._most_bytes = config.value_bytes + OVERHEAD_BYTES
         self._reads: dict[tuple[str, str], asyncio.Task[FetchResult]] = {}
-        self._writes: set[asyncio.Task[bool]] = set()
-        self._begun: set[asyncio.Task[FetchResult]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """The others."""
         self._logged_at: float | None = None
         self._checked_at: OrderedDict[tuple[str, str], float] = OrderedDict()
         """When each image that is known to be in the store was last seen there, the oldest first."""
@@ -98,9 +98,7 @@ class SharedImages:
 
     def start(self) -> None:
         """Starts a read of an image that does not exist, so that a store that does not answer is logged at once."""
-        task = asyncio.create_task(self.fetch("", f"img_{'0' * 32}"))
-        self._begun.add(task)
-        task.add_done_callback(self._begun.discard)
+        self._begin(self.fetch("", f"img_{'0' * 32}"))
 
     async def fetch(self, owner: str, image_id: str) -> FetchResult:
         """The owner's image with this id."""
@@ -132,13 +130,11 @@ class SharedImages:
         if last is None or clock.now() - last < _CHECK_INTERVAL_S:
             return
         self._saw(key)
-        task = asyncio.create_task(self._check(owner, image_id, drop))
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
+        self._begin(self._check(owner, image_id, drop))
 
     async def close(self) -> None:
         """Waits for writes that run, at most for the setting's time."""
-        tasks = {*self._begun, *self._writes, *self._reads.values()}
+        tasks = {*self._tasks, *self._reads.values()}
         if tasks:
             await asyncio.wait(tasks, timeout=self._config.timeout_s)
         for task in tasks:
@@ -149,10 +145,14 @@ class SharedImages:
         except Exception:  # The server stops all the same.
             logger.debug("the shared image store was not closed", exc_info=True)
 
-    async def _finish(self, work: Awaitable[bool], left_s: float | None) -> bool:
-        task = asyncio.ensure_future(work)
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
+    def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _finish(self, work: Coroutine[Any, Any, bool], left_s: float | None) -> bool:
+        task = self._begin(work)
         most_s = None if left_s is None else _PART_OF_DEADLINE * max(0.0, left_s)
         done, _ = await asyncio.wait({task}, timeout=most_s)
         return bool(done) and not task.cancelled() and task.result()
@@ -182,18 +182,16 @@ class SharedImages:
                 return "too_large", 0, None
             async with self._room.reserved(owner, num_bytes):
                 value = await self._computed(num_bytes, lambda: self._records.pack(owner, image))
-                await self._backend.put(
-                    owner,
-                    image.image_id,
-                    value,
-                    ttl_s=self._config.ttl_s,
-                    owner_bytes=self._config.caller_bytes + OVERHEAD_BYTES,
-                )
+                await self._store(owner, image.image_id, value)
                 self._saw((owner, image.image_id))
                 return "stored", len(value), None
 
         outcome, _ = await self._run("put", write)
         return outcome == "stored"
+
+    async def _store(self, owner: str, image_id: str, value: bytes) -> None:
+        most = self._config.caller_bytes + OVERHEAD_BYTES
+        await self._backend.put(owner, image_id, value, ttl_s=self._config.ttl_s, owner_bytes=most)
 
     async def _delete(self, owner: str, image_id: str) -> bool:
         async def delete() -> tuple[Outcome, int, None]:
@@ -201,13 +199,7 @@ class SharedImages:
                 if value is None or await self._says_deleted(owner, image_id, value):
                     return "miss", 0, None
             await self._backend.delete(owner, image_id)
-            await self._backend.put(
-                owner,
-                image_id,
-                self._records.pack_deleted(owner, image_id),
-                ttl_s=self._config.ttl_s,
-                owner_bytes=self._config.caller_bytes + OVERHEAD_BYTES,
-            )
+            await self._store(owner, image_id, self._records.pack_deleted(owner, image_id))
             return "deleted", 0, None
 
         outcome, _ = await self._run("delete", delete)
