@@ -1,13 +1,9 @@
-"""kestrel-small's sizes and files; training/README.md says why they are what they are.
-
-python -m training.kestrel_small CHECKPOINT FOLDER      # as the engine loads it
-"""
+"""kestrel-small's sizes and files; training/README.md says why they are what they are."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +13,6 @@ from torch import Tensor
 
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.types.model_config import parse_model_config
-from training.learning import checkpoints
 
 FOLDER = Path(__file__).parent / "model"
 """config.json and tokenizer.json, as the engine reads them."""
@@ -39,7 +34,3 @@ def export(weights: Mapping[str, Tensor], folder: Path) -> None:
         for name, tensor in weights.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-if __name__ == "__main__":
-    export(checkpoints.load_quantised(Path(sys.argv[1]))["model"], Path(sys.argv[2]))

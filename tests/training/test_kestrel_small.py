@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
+from kestrel_engine.checkpoint.checksums import read_sums
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.config.image_limits import ImageLimits
 from kestrel_engine.maintenance.scores.labelled_images import read_labelled_images
@@ -37,6 +38,7 @@ from training.learning.losses import PageHelper
 from training.learning.model import Learner
 from training.mixture import draw_picture
 from training.prompts import COORD, SIZE, opening, write, writer
+from training.release import release
 
 GRID = CONFIG.vision.grid
 RESUME = Path(__file__).parents[2] / "training" / "resume"
@@ -236,20 +238,19 @@ def test_labels_for_a_calibration(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_checkpoint_answers_a_built_in_set_of_eval(tmp_path: Path) -> None:
+def test_what_is_released_answers_a_built_in_set_of_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As served, from a folder; 93.8 of the whole set when this was written."""
-    export(checkpoints.load_quantised(RESUME)["model"], tmp_path / "small")
-    words = [
-        "--in-process",
-        "--weights",
-        str(tmp_path / "small"),
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert (
-        main(["eval", "scenes", "--limit", "4", "--skills", "query,point", "--quiet", *words]) == 0
-    )
-    report = json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
+    monkeypatch.setattr("training.release.DOMAINS", ("shapes",))
+    small, out = tmp_path / "small", tmp_path / "out"
+    release(RESUME, small, each=2)
+    curves = json.loads((small / "score_calibration.json").read_text("utf-8"))["curves"]
+    assert {"point", "detect", "segment"} <= {*curves}
+    assert {*read_sums(small)} == {file.name for file in small.iterdir()} - {"SHA256SUMS"}
+    words = ["--in-process", "--weights", str(small), "--output", str(out), "--limit", "4"]
+    assert main(["eval", "scenes", "--skills", "query,point", "--quiet", *words]) == 0
+    report = json.loads((out / "report.json").read_text("utf-8"))
     assert report["images"] == 4 and report["whole"]["values"]["mean score"] > 0.6
 
 

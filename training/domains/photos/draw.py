@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import random
 import zipfile
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
 from training.domains.ground import draw_ground, hsv
 from training.domains.icons.draw import Square, layout
@@ -23,7 +22,7 @@ from training.scenes.phrases import with_article
 
 OUTSIDE = 0.22  # share of the things that are outside the list
 PHOTOS_OUTSIDE = 0.3  # of the photographs in training
-STRANGE = 0.45  # of the photographs outside the list: what nobody photographed
+STRANGE = 0.35  # of the photographs outside the list: what nobody photographed
 _SIDES = tuple(Image.Transpose)
 _SMALLEST = {"photo": 96.0, "emoji": 28.0}  # pixels of the model's view
 _ALONE = (
@@ -114,7 +113,7 @@ def _look(rng: random.Random, image: Image.Image, group: str = "") -> Image.Imag
         image = image.point(
             [min(255, round(level * gain)) for gain in gains for level in range(256)]
         )
-    if not whole and rng.random() < 0.3:  # something stands before it
+    for _ in range(0 if whole else rng.choice((0, 0, 0, 1, 1, 2))):  # something stands before it
         wide, high = (max(2, round(side * rng.uniform(0.15, 0.45))) for side in image.size)
         at = rng.randint(0, image.width - wide), rng.randint(0, image.height - high)
         image.paste(hsv(rng, (0, 1), (0, 1)), (*at, at[0] + wide, at[1] + high))
@@ -138,51 +137,22 @@ def _tinted(rng: random.Random, image: Image.Image) -> Image.Image:
     h, s, v = image.convert("HSV").split()
     parts = (h.point(lambda level: hue + (level - 128) // 8), s.point(lambda level: 30 + share * level),
              v.point(lambda level: light * level))  # fmt: skip
-    return Image.blend(image, Image.merge("HSV", parts).convert("RGB"), rng.uniform(0.45, 0.85))
-
-
-def _scrap(rng: random.Random, cloth: Image.Image, ground: Image.Image) -> Image.Image:
-    """A piece of cloth, whose outline is no garment's, on the ground of another photograph."""
-    w, h = size = ground.size
-    image = ground.crop((0, 0, w // 4, h // 4)).resize(size, Image.Resampling.BICUBIC)
-    mask = Image.new("L", size)
-    pen, middle = ImageDraw.Draw(mask), (w * rng.uniform(0.4, 0.6), h * rng.uniform(0.4, 0.6))
-    for _ in range(rng.choice((1, 2, 2))):
-        x, y = (at + side * rng.uniform(-0.1, 0.1) for at, side in zip(middle, size, strict=True))
-        a, b = (side * rng.uniform(0.12, 0.34) for side in size)
-        corners = [(x + a * rng.uniform(0.8, 1.2) * math.cos(t / 2), y + b * rng.uniform(0.8, 1.2) * math.sin(t / 2))
-                   for t in range(13)]  # fmt: skip
-        pen.polygon(corners, 255) if rng.random() < 0.5 else pen.ellipse(
-            (x - a, y - b, x + a, y + b), 255
-        )
-    part = cloth.crop(
-        (cloth.width // 3, cloth.height // 4, cloth.width * 2 // 3, cloth.height * 2 // 3)
-    )
-    shade = ImageEnhance.Brightness(part.resize(size, Image.Resampling.BICUBIC))
-    image.paste(
-        shade.enhance(rng.uniform(0.7, 1.1)), mask=mask.filter(ImageFilter.GaussianBlur(1.5))
-    )
-    return image
+    return Image.blend(image, Image.merge("HSV", parts).convert("RGB"), rng.uniform(0.35, 0.75))
 
 
 def _strange(rng: random.Random, files: Files) -> Image.Image:
-    """What no list has: a photograph in shuffled pieces, two at once, produce in other colours, a scrap of cloth, or a
-    pattern."""
+    """What no list has: a photograph in shuffled pieces, two at once, produce in other colours, or a pattern."""
     u, groups = rng.random(), _groups("photo")
-    wanted = "produce" if 0.25 <= u < 0.6 else "clothes" if 0.6 <= u < 0.9 else ""
-    names = [n for n in sorted(files) if groups.get(n) == wanted and n != "aubergine"]
-    first, second = (
-        _open(rng.choice(files[rng.choice(names or sorted(files))])[-1]) for _ in range(2)
-    )
-    if u < 0.1:
-        return _shuffled(rng, _look(rng, first))
-    if u < 0.25:
-        image = _look(rng, first)
-        return Image.blend(image, _look(rng, second).resize(image.size), rng.uniform(0.4, 0.6))
-    if u < 0.6:
-        return _tinted(rng, _look(rng, first, "produce"))
-    if u < 0.9:
-        return _scrap(rng, first, second)
+    produce = [n for n in sorted(files) if groups.get(n) == "produce" and n != "aubergine"]
+    names = produce if u < 0.5 and produce else sorted(files)
+    first, second = (_open(rng.choice(files[name])[-1]) for name in rng.choices(names, k=2))
+    first = _look(rng, first, "produce" if u < 0.5 else "")
+    if u < 0.5:
+        return _tinted(rng, first)
+    if u < 0.7:
+        return Image.blend(first, _look(rng, second).resize(first.size), rng.uniform(0.4, 0.6))
+    if u < 0.85:
+        return _shuffled(rng, first)
     n = rng.randint(2, 24)
     dark, light = (hsv(rng, (0, 0.8), (0.1, 1)) for _ in range(2))
     noise = Image.frombytes("L", (n, n), rng.randbytes(n * n)).resize(
@@ -304,8 +274,9 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
     )
     outside = PHOTOS_OUTSIDE if noun == "photo" and not held else OUTSIDE
     groups = _groups(noun, listed=False)
-    near = [name for name in others if groups.get(name) in ("produce", "clothes")]
-    likely = others if held else others + near * 2  # those that look most like what is listed
+    # In training, what looks most like something listed is more likely.
+    near = {"produce": 2, "clothes": 5}
+    likely = [n for n in others for _ in range(1 if held else 1 + near.get(groups.get(n, ""), 0))]
     pool = rng.sample(names, min(len(names), rng.choice((2, 4, 8, 20))))
     fills = noun == "photo" and rng.random() < 0.3 and max(width, height) < 1.6 * min(width, height)
     things = []

@@ -31,7 +31,7 @@ SIDE, EMOJI_SIDE = 136, 72
 MOST = {
     "produce": (48, 5),
     "cartons": (32, 5),
-    "clothes": (200, 20),
+    "clothes": (280, 20),
     "cards": (32, 8),
     "others": (20, 20),
     "things": (48, 0),
