@@ -1,7 +1,5 @@
 """What a camera and an encoder do to a picture: it is turned and compressed here; crops.py blurs and tints it."""
 
-from __future__ import annotations
-
 import io
 import math
 import random

@@ -1,7 +1,5 @@
 """The crops of a batch of pictures, cut where the model trains: the engine's tables of libvips' resize, as matrices."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -3,8 +3,6 @@
 python -m training.held_out FOLDER      # the sets of ``kestrel eval``; that command has those of --each 30 --seed 40
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

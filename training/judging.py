@@ -3,8 +3,6 @@
 python -m training.judging training/resume OUT --each 24      # figures.json and gallery.png; 30 minutes on two cores
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """kestrel-small's sizes and files; training/README.md says why they are what they are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Which domains a step's pictures come from, and how large they are."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -5,8 +5,6 @@
 FOLDER gets the files that the engine loads. The recipe has no refiner: the engine leaves outlines as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ has the last two for the figures. WORDS is Debian's /usr/share/dict/american-eng
 training/README.md lists the licences.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -7,8 +7,6 @@ The learning rate follows the minutes of the whole plan: warm-up, constant, and 
 checkpoint and figures (judging.py) are a moving average. --out gets the checkpoint in pieces.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

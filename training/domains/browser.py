@@ -1,7 +1,5 @@
 """Chromium draws pictures before the training; each goes to an archive with what it shows (drawn.py reads it)."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """Backgrounds and colours that several domains use."""
 
-from __future__ import annotations
-
 import colorsys
 import random
 

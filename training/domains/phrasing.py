@@ -1,7 +1,5 @@
 """How people type: capitals, politeness, missing marks, typing errors; and questions that no picture answers."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A domain is a function (rng, width, height, held) -> Picture. ``held`` asks for 
 training never uses. All coordinates are pixels of the picture. training/mixture.py lists the domains.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Batches: pictures of one size, their packed prompts, and the targets of the helper head."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

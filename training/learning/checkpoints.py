@@ -5,8 +5,6 @@
 The state of the optimisers covers about twenty steps (betas .9/.95), so it is not stored: a resumed run warms up again.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps as CUDA graphs: a host takes twice as long to launch the kernels of a step as a GPU takes to compute them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields

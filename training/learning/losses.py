@@ -1,7 +1,5 @@
 """The training losses: words, soft-labelled coordinates and sizes, and a helper head for every cell of the picture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Tensors have the canonical names of checkpoints (docs/develop/moondream.md).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 torch takes one matrix after another: 96 of them launch two thousand kernels a step. Ours takes all of a shape at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Captions of three lengths, and the parser that reads back which objects they name."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """``python -m training.scenes.evaluate [--scenes N] [--max-crops N]``: kestrel-tiny's figures on its frozen set."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 

@@ -4,8 +4,6 @@ The scenes have seeds that training never uses (its seeds are "<number>/<step>/<
 requests makes old figures incomparable, so a test checks their digest.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

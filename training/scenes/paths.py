@@ -1,7 +1,5 @@
 """Segment paths: a shape's outline as the path tokens of the model."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

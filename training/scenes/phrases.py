@@ -1,7 +1,5 @@
 """Naming objects: which shapes a phrase means, and the many ways to write it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A maker returns None when the scene allows no fair question of its kind.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Draws scenes with torch by signed distance."""
 
-from __future__ import annotations
-
 import math
 
 import torch

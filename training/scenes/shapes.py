@@ -4,8 +4,6 @@ All in a local frame with y down and a radius of about one; ``training.scenes.re
 distances.  A vertex list starts at a fixed place of the shape and runs clockwise as seen on screen.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

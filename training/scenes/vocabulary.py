@@ -1,7 +1,5 @@
 """The closed world of kestrel-tiny: shapes, colours, fill styles and the words for them."""
 
-from __future__ import annotations
-
 SHAPES = tuple("circle square triangle diamond star cross heart crescent arrow semicircle".split())
 PLURALS: tuple[str, ...] = tuple("crosses" if s == "cross" else s + "s" for s in SHAPES)
 

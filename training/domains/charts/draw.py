@@ -1,7 +1,5 @@
 """Charts: drawn now by Pillow, or by a library in Chromium, of charts.zip or held/charts.zip (shoot.py)."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """What may be asked about a chart, from the table that it shows."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ The folder of node_modules must hold the packages of LIBRARIES. The result is ``
 evaluation only.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

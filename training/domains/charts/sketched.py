@@ -1,7 +1,5 @@
 """Charts by Pillow, drawn when they are needed: no chart is seen twice. matplotlib takes ten times as long."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

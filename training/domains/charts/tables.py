@@ -1,7 +1,5 @@
 """Random tables, and how a chart shows each."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

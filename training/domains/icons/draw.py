@@ -1,7 +1,5 @@
 """Icons: one, rows, grids and loose ones, in any colour; some with words beside them."""
 
-from __future__ import annotations
-
 import math
 import random
 from functools import cache

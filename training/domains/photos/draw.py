@@ -1,7 +1,5 @@
 """One photograph or emoji, or several on a ground: what they are, which are there, where and how many."""
 
-from __future__ import annotations
-
 import io
 import random
 import zipfile

@@ -1,7 +1,5 @@
 """The closed lists of things that kestrel-small names, and what lies outside them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path

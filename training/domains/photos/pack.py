@@ -3,8 +3,6 @@
 An archive's files are FOLDER/NUMBER.webp for photographs, and SET/NAME.webp for emoji, NAME without hyphens.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

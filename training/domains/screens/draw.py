@@ -1,7 +1,5 @@
 """Pages of screens.zip, or held/screens.zip, of the data folder, and what may be asked about each from its elements."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from functools import cache

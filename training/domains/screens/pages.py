@@ -4,8 +4,6 @@ An element that a question may name carries ``data-role`` and ``data-name``. A n
 place is meant. The style sheets are those of npm packages; pages of THEMES_HELD_OUT are for evaluation only.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import random

@@ -7,8 +7,6 @@ result is a file ``screens.zip`` with ``N.webp`` and one ``pages.json``: for eac
 with role, name, box in pixels and what else the page says of it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

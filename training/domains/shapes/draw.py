@@ -1,7 +1,5 @@
 """Shapes: kestrel-tiny's scenes, grids of equal shapes and crowds, by two renderers."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Kinds of documents: each writes a page and returns what may be asked about it in particular."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

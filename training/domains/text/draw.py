@@ -1,7 +1,5 @@
 """Printed text: a page of some kind, and what may be asked about any page."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Fonts of the data folder: KESTREL_SOURCES, by default out/sources (training/sources.py makes it)."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

@@ -1,7 +1,5 @@
 """A page: lines of text at known places, with the boxes of their words and the centres of their characters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from PIL import Image, ImageDraw

@@ -1,7 +1,5 @@
 """Made-up texts: words, names, prices, dates, codes."""
 
-from __future__ import annotations
-
 import random
 import string
 from functools import cache
