@@ -13,20 +13,13 @@ from torch.utils.data import Dataset
 
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.teaching.learning.packing import coord_bin, size_bin
+from training import mixture
 from training.camera import MOST_TURN, TURNED, compress, turn
 from training.domains.charts.questions import EXTREMES
 from training.domains.photos.names import UNKNOWN
 from training.domains.photos.names import labels as photographed
 from training.domains.picture import Picture
 from training.kestrel_small import CONFIG
-from training.mixture import (
-    DOMAINS,
-    draw_domain,
-    draw_picture,
-    draw_size,
-    images_of,
-    wanted,
-)
 from training.prompts import COORD, SIZE, write
 from training.scenes.vocabulary import COLOURS, SHAPES
 from training.sources import icon_names
@@ -136,10 +129,10 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
     next_coord, next_size = np.full_like(weight, NOTHING), np.full_like(values, NOTHING)
     for row, picture in enumerate(pictures):
         at = number = 0
-        turns = [rng.random() ** (1 / wanted(ask.kind)) for ask in picture.asks]
+        turns = [rng.random() ** (1 / mixture.wanted(ask.kind)) for ask in picture.asks]
         for _, ask in sorted(zip(turns, picture.asks, strict=True), key=lambda t: -t[0]):
             prompt = write(ask, width, height)
-            share = SKILL_WEIGHTS[ask.skill] * min(2.0, max(0.5, wanted(ask.kind)))
+            share = SKILL_WEIGHTS[ask.skill] * min(2.0, max(0.5, mixture.wanted(ask.kind)))
             n = len(prompt.ids) - 1  # the last id is only a target
             if ask.skill == "query":
                 decided = DECIDED if ask.answer == UNKNOWN else n + 1 - prompt.start
@@ -161,7 +154,7 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
     helped = (np.stack(part) for part in zip(*map(helper_targets, pictures), strict=True))
     fields: list[Tensor] = [
         *map(torch.from_numpy, (ids, values, document, position, next_id, weight, next_coord, next_size)),
-        *map(torch.from_numpy, helped), torch.tensor([list(DOMAINS).index(p.domain) for p in pictures]),
+        *map(torch.from_numpy, helped), torch.tensor([list(mixture.DOMAINS).index(p.domain) for p in pictures]),
         torch.tensor([float(p.complete) for p in pictures]),
     ]  # fmt: skip
     pixels = torch.from_numpy(np.stack([picture.pixels for picture in pictures]))
@@ -179,12 +172,12 @@ class Steps(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         torch.set_num_threads(1)
-        size = draw_size(random.Random(f"{self.seed}/{step}"))  # all ranks take alike
+        size = mixture.draw_size(random.Random(f"{self.seed}/{step}"))  # all ranks take alike
         rng = random.Random(f"{self.seed}/{step}/{self.rank}")
         pictures: list[Picture] = []
-        while len(pictures) < images_of(size, self.images):
+        while len(pictures) < mixture.images_of(size, self.images):
             try:
-                drawn = draw_picture(rng, draw_domain(rng), size)
+                drawn = mixture.draw_picture(rng, mixture.draw_domain(rng), size)
                 if drawn.domain != "shapes" and rng.random() < TURNED:
                     drawn = turn(drawn, rng.uniform(-MOST_TURN, MOST_TURN))
                 pictures.append(replace(drawn, pixels=compress(rng, drawn.pixels)))

@@ -7,16 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.learning.batches import (
-    CHARACTERS,
-    COLOUR_IDS,
-    LABELS,
-    LATER,
-    NO_COLOUR,
-    NOTHING,
-    SLOTS,
-    Batch,
-)
+from training.learning import batches as b
+from training.learning.batches import CHARACTERS, LABELS, LATER, NOTHING, SLOTS, Batch
 from training.learning.model import Learner, prompt_mask
 
 COORD_WEIGHT, SIZE_WEIGHT = 0.3, 0.2
@@ -36,7 +28,7 @@ class PageHelper(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.parts = (SLOTS * len(CHARACTERS), len(LABELS) - len(LATER) + 1, len(COLOUR_IDS) + 1, 4,
+        self.parts = (SLOTS * len(CHARACTERS), len(LABELS) - len(LATER) + 1, len(b.COLOUR_IDS) + 1, 4,
                       2 * SLOTS * len(CHARACTERS), len(LATER))  # fmt: skip
         self.out = nn.Linear(dim, sum(self.parts))
 
@@ -63,7 +55,7 @@ class PageHelper(nn.Module):
             characters = characters + share * weighted(surprise(logits, target), weight, 1e-3)
         weight = torch.where(batch.labels > 0, 1.0, empty[:, None])
         objects = weighted(surprise(label, batch.labels), weight, 1e-3)
-        has_colour = (batch.colours != NO_COLOUR).float()
+        has_colour = (batch.colours != b.NO_COLOUR).float()
         known = surprise(colour, batch.colours.clamp_min(0))
         objects = objects + 0.5 * weighted(known, has_colour)
         there = (batch.labels > 0).float()
