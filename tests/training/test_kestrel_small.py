@@ -246,7 +246,7 @@ def test_what_is_released_answers_a_built_in_set_of_eval(
     small, out = tmp_path / "small", tmp_path / "out"
     release(RESUME, small, each=2)
     curves = json.loads((small / "score_calibration.json").read_text("utf-8"))["curves"]
-    assert {"point", "detect", "segment"} <= {*curves}
+    assert {"point", "detect", "absence"} <= {*curves}
     assert {*read_sums(small)} == {file.name for file in small.iterdir()} - {"SHA256SUMS"}
     words = ["--in-process", "--weights", str(small), "--output", str(out), "--limit", "4"]
     assert main(["eval", "scenes", "--skills", "query,point", "--quiet", *words]) == 0
