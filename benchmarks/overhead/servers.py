@@ -77,7 +77,7 @@ def run_canned(pipe: Connection, load: Load, watched: bool, http: bool = False) 
     with tempfile.TemporaryFile("w") as log, tempfile.TemporaryDirectory() as folder:
         if watched:
             _watch(log)
-        run_loop(main(folder), ServerConfig())
+        run_loop(main(folder))
 
 
 def _server_config(watched: bool) -> ServerConfig:

@@ -159,5 +159,5 @@ def _serve_alone(
         for finding in maintenance.check_slow_device(runtime):
             logger.warning("%s: %s: %s", runtime.model, finding.check, finding.message)
     with command_errors(args, *FAILURES):
-        run_loop(serve_alone(config, runtimes, skills), config)
+        run_loop(serve_alone(config, runtimes, skills))
     return 0

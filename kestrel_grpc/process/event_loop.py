@@ -1,8 +1,4 @@
-"""The event loop of a server process: uvloop's, or asyncio's own where uvloop is not installed.
-
-An HTTP port with TLS needs asyncio's own. uvloop reads from a connection that ``connection_made`` has paused, and the
-first bytes of a handshake would be lost before TLS begins.
-"""
+"""The event loop of a server process: uvloop's, or asyncio's own where uvloop is not installed."""
 
 from __future__ import annotations
 
@@ -10,15 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from ..settings.server import ServerConfig
-
 T = TypeVar("T")
 
 
-def run(main: Coroutine[Any, Any, T], config: ServerConfig) -> T:
-    """As asyncio.run, for a server with ``config``."""
-    has_https = bool(config.http.http_listen) and config.security.tls is not None
-    with asyncio.Runner(loop_factory=None if has_https else _loop_factory()) as runner:
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """As asyncio.run."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(main)
 
 

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str], create: CreateEngine | None = None) -> int:
     if task.runtime.confine != "off":
         maintenance.hide_memory()
     try:
-        return run_loop(_serve(task, skill_registry(config.skills), line, create), config)
+        return run_loop(_serve(task, skill_registry(config.skills), line, create))
     except ConfigError as error:
         line.send(Failed(error.limit, error.field, str(error.value)))
     except SettingsError as error:

@@ -22,7 +22,7 @@ except ImportError:
 
 __all__ = ["Served", "serve"]
 
-OF_SOCKETS = ("test_framing.py", "test_rude_http.py")
+OF_SOCKETS = ("test_framing.py", "test_https.py", "test_rude_http.py")
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], Any]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from kestrel_grpc.http.port import listener
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
 from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig
-from tests.http.test_rude_http import closed, connect
+from tests.http.test_rude_http import HEAD, closed, connect
 from tests.service.certificates import Authority, Pair, authority, make_authority, server_pair
 
 __all__ = ["authority", "server_pair"]
@@ -128,3 +129,36 @@ async def test_connections_without_a_handshake_count_and_are_closed(
     await closed(reader)
     writer.close()
     assert (await get(trust(authority))).status_code == 200
+
+
+async def test_a_handshake_in_pieces_whose_last_one_brings_the_request(ask, authority, server_pair):
+    served, _ = await ask(SecurityConfig(tls=server_pair.tls()))
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = trust(authority).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    reader, writer = await connect(served)
+
+    async def until_read(step: Callable[[], Any], piece: int = 1 << 20) -> Any:
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                return step()
+            data = outgoing.read()
+            for place in range(0, len(data), piece):
+                writer.write(data[place : place + piece])
+                await writer.drain()
+            received = await reader.read(65536)
+            assert received, "the server has ended the connection"
+            incoming.write(received)
+
+    await until_read(tls.do_handshake, 100)
+    body = json.dumps(ASKED).encode() + b" " * 300_000
+    tls.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+    assert (await until_read(lambda: tls.read(65536))).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
+async def test_the_end_of_the_server_ends_handshakes(ask, server_pair):
+    served, _ = await ask(SecurityConfig(tls=server_pair.tls()))
+    reader, writer = await connect(served)
+    await served.server.stop(grace_s=0)
+    assert await closed(reader) == b""
+    writer.close()

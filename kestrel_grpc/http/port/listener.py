@@ -22,7 +22,7 @@ from ...settings.addresses import AddressError, check_free, close_address, unix_
 from ...settings.http import HttpConfig
 from ...settings.security import SecurityConfig
 from ..context import CERTIFICATE
-from .acceptor import Acceptor
+from .acceptor import Acceptor, Tls
 from .connections import HttpConnections
 from .framing import HEAD_BYTES, RefusedRequest, RequestFraming
 
@@ -106,21 +106,14 @@ class _Connection(H11Protocol):
     accepts_host: Callable[[str], bool]
     """Whether the port answers to a value of the header Host."""
     turns: _Turns
-    number: int | None = None
-    """The number among ``connections_of_port``; None before it counts."""
-    _early = b""
-    """What has arrived before ``connection_made``: asyncio may deliver data while it ends a TLS handshake."""
-    _has_ended = False
+    number: int
+    """The number among ``connections_of_port``."""
     _head_timer: asyncio.TimerHandle | None = None
     _turn: asyncio.TimerHandle | None = None
     """Set while a head waits for its turn."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if self.number is None:
-            self.number = self.connections_of_port.add(transport)
-        if self.number is None or self._has_ended:
-            transport.abort()
-            return
+        self.connections_of_port.set_end(self.number, transport.abort)
         lingering: Any = _Lingering(transport, self._awaits_body)
         super().connection_made(lingering)
         self._framing = RequestFraming(self.accepts_host)
@@ -132,14 +125,9 @@ class _Connection(H11Protocol):
         certificate = shown_by(transport.get_extra_info("ssl_object"))
         self.app_state = {**self.app_state, CERTIFICATE: certificate}
         self._await_head()
-        if self._early:
-            self.data_received(self._early)
-            self._early = b""
 
     def data_received(self, data: bytes) -> None:
-        if self.transport is None:
-            self._early += data
-        elif not self.transport.is_closing():
+        if not self.transport.is_closing():
             self._framing.feed(data)
             self._go_on()
         else:
@@ -156,14 +144,11 @@ class _Connection(H11Protocol):
             self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._has_ended = True
         self._stop_timer()
         if self._turn is not None:
             self._turn.cancel()
-        if self.number is not None:
-            self.connections_of_port.remove(self.number)
-        if self.transport is not None:
-            super().connection_lost(exc)
+        self.connections_of_port.remove(self.number)
+        super().connection_lost(exc)
 
     def _go_on(self) -> None:
         """Gives h11 what it may read: no bytes of a request before the response to the one before it has ended."""
@@ -232,6 +217,10 @@ class _Receiving(asyncio.BufferedProtocol):
         for name in ("connection_made", "connection_lost", "pause_writing", "resume_writing"):
             setattr(self, name, getattr(connection, name))
 
+    @property
+    def has_begun(self) -> bool:
+        return self.connection.transport is not None
+
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer
 
@@ -239,57 +228,30 @@ class _Receiving(asyncio.BufferedProtocol):
         self.connection.data_received(bytes(self._buffer[:nbytes]))
 
 
-class _Handshake(asyncio.Protocol):
-    """A connection until its TLS handshake has ended. It counts from its beginning, and has limited time."""
-
-    def __init__(self, connection: _Connection, tls: RenewedContext) -> None:
-        self._connection, self._tls = connection, tls
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        number = self._connection.connections_of_port.add(transport)
-        if number is None:
-            transport.abort()
-            return
-        self._connection.number = number
-        transport.pause_reading()
-        tasks = self._connection.tasks
-        task = asyncio.create_task(self._secure(transport, number))
-        task.add_done_callback(tasks.discard)
-        tasks.add(task)
-
-    async def _secure(self, transport: asyncio.Transport, number: int) -> None:
-        secured = None
-        # The client may not use TLS, may be too slow, or may have ended.
-        with contextlib.suppress(OSError):
-            secured = await asyncio.get_running_loop().start_tls(
-                transport,
-                _Receiving(self._connection),
-                self._tls.context(),
-                server_side=True,
-                ssl_handshake_timeout=_HEAD_S,
-                ssl_shutdown_timeout=_SHUTDOWN_S,
-            )
-        if secured is None:
-            transport.abort()
-            self._connection.connections_of_port.remove(number)
-        else:
-            self._connection.connection_made(secured)
-
-
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers, because the process has its own, and with Acceptor."""
+
+    def __init__(
+        self, config: uvicorn.Config, connections: HttpConnections, tls: RenewedContext | None
+    ) -> None:
+        super().__init__(config)
+        self._connections, self._tls = connections, tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        def new_protocol() -> asyncio.Protocol:
-            return self.config.http_protocol_class(  # type: ignore[call-arg]
+        def new_protocol(number: int) -> _Receiving:
+            connection = cast(type[_Connection], self.config.http_protocol_class)(
                 config=self.config, server_state=self.server_state, app_state={}
             )
+            connection.number = number
+            return _Receiving(connection)
 
-        acceptors = [Acceptor(each, new_protocol) for each in sockets or ()]
+        tls = None if self._tls is None else Tls(self._tls.context, _HEAD_S, _SHUTDOWN_S)
+        parts = new_protocol, self._connections, tls
+        acceptors = [Acceptor(each, *parts) for each in sockets or ()]
         self.servers = cast(Any, acceptors)  # uvicorn closes them, and waits for their end.
         for acceptor in acceptors:
             acceptor.start()
@@ -310,7 +272,6 @@ class HttpListener:
     ) -> None:
         self._app, self._config, self._security, self._tls = app, config, security, tls
         self._connections, self._guard = connections, guard
-        self._connection = type("Connection", (_Connection,), {"connections_of_port": connections})
         self._servers: list[tuple[_Server, asyncio.Task[None]]] = []
         self._guarding: asyncio.Task[None] | None = None
         self.addresses: tuple[str, ...] = ()
@@ -331,7 +292,8 @@ class HttpListener:
                 check_free(address)
             listening = _socket(address, is_shared)
             hosts = Hosts(address, self._config.http_hosts, self._security)
-            server = _Server(self._settings(hosts, turns, self._tls if is_tcp else None))
+            settings, tls = self._settings(hosts, turns), self._tls if is_tcp else None
+            server = _Server(settings, self._connections, tls)
             task = asyncio.create_task(server.serve([listening]))
             while not server.started and not task.done():
                 await asyncio.sleep(0.005)
@@ -355,15 +317,15 @@ class HttpListener:
         for address in self.addresses:
             close_address(address)
 
-    def _settings(self, hosts: Hosts, turns: _Turns, tls: RenewedContext | None) -> uvicorn.Config:
-        def accept(**options: Any) -> asyncio.BaseProtocol:
-            connection = self._connection(**options)
-            connection.accepts_host, connection.turns = hosts.accepts, turns
-            return _Receiving(connection) if tls is None else _Handshake(connection, tls)
+    def _settings(self, hosts: Hosts, turns: _Turns) -> uvicorn.Config:
+        class Connection(_Connection):
+            connections_of_port = self._connections
+            accepts_host = staticmethod(hosts.accepts)
 
+        Connection.turns = turns
         settings = uvicorn.Config(
             self._app,
-            http=accept,  # type: ignore[arg-type]  # uvicorn only calls it
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
