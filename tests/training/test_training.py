@@ -15,7 +15,7 @@ from training.domains.picture import Ask
 from training.kestrel_small import CONFIG
 from training.learning import checkpoints
 from training.learning.batches import Batch, pack
-from training.learning.losses import PageHelper, loss_of, run, soft_cross_entropy
+from training.learning.losses import UNKNOWN_ID, PageHelper, loss_of, run, soft_cross_entropy
 from training.learning.model import Learner, initial_tensors, prompt_mask
 from training.learning.muon import Muon, orthogonalise
 from training.mixture import draw_picture
@@ -48,6 +48,22 @@ def test_not_to_know_is_decided_by_the_first_token() -> None:
     weights = pack(random.Random(4), [replace(picture, asks=asks)]).weight[0]
     first, *others = weights[weights > 0].tolist()
     assert len(others) > 4 and max(others) < first / 2
+
+
+def test_not_to_know_must_lead_by_a_margin(batch: Batch) -> None:
+    picture = draw_picture(random.Random(4), "shapes", (320, 240))
+    asks = [
+        Ask("query", f"photo {kind}", "What?", said)
+        for kind, said in (("outside", UNKNOWN), ("name", "apple"))
+    ]
+    asked = pack(random.Random(4), [replace(picture, asks=asks)])
+    led = asked.margin[0] > 0
+    assert led.sum() == 2 and UNKNOWN_ID in asked.next_id[0, led] and not batch.margin.any()
+    even = replace(asked, margin=torch.zeros_like(asked.margin))
+    out = run(_learner(), asked, crops(asked.pixels, asked.tiling, SMALL.vision))
+    progress, helper = torch.tensor(0.5), PageHelper(SMALL.text.dim)
+    rows = [loss_of(out, each, helper, progress)[1]["rows"][0] for each in (asked, even)]
+    assert rows[0] > rows[1]  # the loss of what isn't known outweighs that of the name
 
 
 @torch.no_grad()

@@ -31,6 +31,8 @@ SKILL_WEIGHTS = {  # of the losses of their answers
 EVEN, LEAST, MOST = 8, 0.7, 2.0  # tokens of an answer whose share is 1; bounds of the share
 # "I don't know." is decided by its first token, which counts as in an answer of so many; the others count less.
 DECIDED, SETTLED = 4, 0.2
+# Nats by which the decision for "I don't know." must lead about photographs, so that what is unclear is declined.
+MARGIN, JUDGED = 1.5, ("photo name", "photo outside")
 LENGTH = 319  # packed prompt positions a picture; with the prefix a multiple of 16
 # Rows and columns of a cell, in each of which the helper head reads one character. Upright text needs the other way.
 PLACES = (2, 4)
@@ -61,6 +63,7 @@ class Batch:
     position: Tensor  # [B, L]
     next_id: Tensor  # [B, L]
     weight: Tensor  # [B, L] of the next id's loss; 0.0: it is not trained
+    margin: Tensor  # [B, L] taken off the logit of UNKNOWN's first id
     next_coord: Tensor  # [B, L] fractional bins; NOTHING where the next id is no coordinate
     next_size: Tensor  # [B, L, 2]; NOTHING where the next id is no size
     characters: Tensor  # [B, patches, 3 * SLOTS] uint8: by PLACES, by their transpose, what the object stands for
@@ -125,7 +128,7 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
     ids = np.zeros((len(pictures), LENGTH), np.int64)
     values = np.zeros((*ids.shape, 2), np.float32)
     document, position, next_id = np.full_like(ids, -1), np.zeros_like(ids), np.zeros_like(ids)
-    weight = np.zeros(ids.shape, np.float32)
+    weight, margin = np.zeros(ids.shape, np.float32), np.zeros(ids.shape, np.float32)
     next_coord, next_size = np.full_like(weight, NOTHING), np.full_like(values, NOTHING)
     for row, picture in enumerate(pictures):
         at = number = 0
@@ -150,10 +153,11 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
                     next_coord[here] = coord_bin(x, 1024)
                 elif target == SIZE:
                     next_size[here] = size_bin(x, 1024), size_bin(y, 1024)
+            margin[row, at + prompt.start - 1] = MARGIN * (ask.kind in JUDGED)
             at, number = at + n, number + 1
     helped = (np.stack(part) for part in zip(*map(helper_targets, pictures), strict=True))
     fields: list[Tensor] = [
-        *map(torch.from_numpy, (ids, values, document, position, next_id, weight, next_coord, next_size)),
+        *map(torch.from_numpy, (ids, values, document, position, next_id, weight, margin, next_coord, next_size)),
         *map(torch.from_numpy, helped), torch.tensor([list(mixture.DOMAINS).index(p.domain) for p in pictures]),
         torch.tensor([float(p.complete) for p in pictures]),
     ]  # fmt: skip

@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.domains.photos.names import UNKNOWN
 from training.learning import batches as b
 from training.learning.batches import CHARACTERS, LABELS, LATER, NOTHING, SLOTS, Batch
 from training.learning.model import Learner, prompt_mask
+from training.prompts import writer
 
 COORD_WEIGHT, SIZE_WEIGHT = 0.3, 0.2
+UNKNOWN_ID = writer().encode(UNKNOWN)[0]
 JITTER = 0.004  # on coordinates fed back during training
 EMPTY = 0.01  # weight of a place without a character, or of a cell without an object
 SIGMA_START, SIGMA_END, SIGMA_UNTIL = 16.0, 2.0, 0.08  # bins, and progress of the plan
@@ -113,7 +116,8 @@ def loss_of(
     out: Outputs, batch: Batch, helper: PageHelper, progress: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The training loss at ``progress`` [] 0..1 of the whole plan, and its parts."""
-    words = surprise(out.text, batch.next_id)
+    first = torch.arange(out.text.shape[-1], device=out.text.device) == UNKNOWN_ID
+    words = surprise(out.text - batch.margin.view(-1, 1) * first, batch.next_id)
     text = weighted(words, batch.weight, 0)
     sigma = SIGMA_END + (SIGMA_START - SIGMA_END) * (1 - progress / SIGMA_UNTIL).clamp_min(0)
     places, extents = batch.next_coord.flatten(), batch.next_size.flatten()
