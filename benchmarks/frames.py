@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from typing import TypeAlias
 
 from kestrel_client import AsyncKestrelClient, DetectTask
-from kestrel_engine import ImageEvent, InferenceEngine, RequestEvent, RuntimeConfig, StepEvent
+from kestrel_engine import InferenceEngine, RuntimeConfig, StepEvent
 from kestrel_grpc.process.server import KestrelServer
 from kestrel_grpc.settings.server import ServerConfig
 
@@ -36,6 +36,7 @@ from .reports.program import Flag, Program
 from .reports.report import Report
 from .traffic.frame_streams import FrameStream, camera_size
 from .traffic.processes import ChildProcess
+from .traffic.step_log import StepLog
 
 UNCHANGED = 0.9
 CACHE_BYTES = 256 << 20
@@ -63,32 +64,12 @@ Watch: TypeAlias = Callable[[FrameStream, int], Awaitable[Watched]]
 """Answers a stream, with that many frames at a time."""
 
 
-@dataclass(slots=True)
-class DeviceTimes:
-    """An observer that adds up the device's work, in seconds."""
-
-    vision_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-
-    def on_step(self, event: StepEvent) -> None:
-        self.vision_s += event.vision_s
-        self.prefill_s += event.prefill_s
-        self.decode_s += event.decode_s
-
-    def on_request(self, event: RequestEvent) -> None: ...
-
-    def on_image(self, event: ImageEvent) -> None: ...
-
-
 @contextlib.asynccontextmanager
-async def detecting(
-    opened: Opened, config: RuntimeConfig, times: DeviceTimes
-) -> AsyncIterator[Watch]:
+async def detecting(opened: Opened, config: RuntimeConfig, log: StepLog) -> AsyncIterator[Watch]:
     """A server on the loaded model, and a client in another process."""
 
     async def load() -> InferenceEngine:
-        return engine_of(opened, config, times)
+        return engine_of(opened, config, log)
 
     settings = ServerConfig(listen=("127.0.0.1:0",), max_message_bytes=MOST_MESSAGE_BYTES)
     server = KestrelServer(settings, config, load)
@@ -140,9 +121,9 @@ def _client(pipe: Connection, address: str) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
 
 
-def engine_of(opened: Opened, config: RuntimeConfig, times: DeviceTimes) -> InferenceEngine:
+def engine_of(opened: Opened, config: RuntimeConfig, log: StepLog) -> InferenceEngine:
     built = replace(opened.built, runtime=KeptRuntime(opened.built.runtime))
-    return InferenceEngine(config, built, observer=times)
+    return InferenceEngine(config, built, observer=log)
 
 
 async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> None:
@@ -155,24 +136,20 @@ async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> N
     plain = replace(opened.config, crop_cache_bytes=0)
     kept = replace(opened.config, crop_cache_bytes=CACHE_BYTES)
     sides = {"none": (plain, new), "whole": (plain, stream), "crops": (kept, stream)}
-    found: dict[tuple[str, int], list[tuple[Watched, DeviceTimes]]] = {}
+    found: dict[tuple[str, int], list[tuple[Watched, list[StepEvent]]]] = {}
     for number in range(args.rounds):
         # The sides take turns, and the least times count, because other programs change these least.
         for name, (config, wanted) in sides.items():
-            times = DeviceTimes()
-            async with detecting(opened, config, times) as watch:
+            log = StepLog()
+            async with detecting(opened, config, log) as watch:
                 for in_flight in args.in_flight:
                     # Other frames each time, because the engine knows the earlier ones.
                     seed = number * MOST_IN_FLIGHT + in_flight
                     await watch(wanted._replace(count=warm_up, seed=-1 - seed), in_flight)
-                    before = replace(times)
+                    began = time.monotonic()
                     watched = await watch(wanted._replace(seed=seed), in_flight)
-                    spent = DeviceTimes(
-                        times.vision_s - before.vision_s,
-                        times.prefill_s - before.prefill_s,
-                        times.decode_s - before.decode_s,
-                    )
-                    found.setdefault((name, in_flight), []).append((watched, spent))
+                    steps = log.events(began, time.monotonic())
+                    found.setdefault((name, in_flight), []).append((watched, steps))
     title = (
         f"detect, frames of {size[0]}x{size[1]} with {stream.num_crops} crops, "
         f"tiles that change: {args.changed_tiles}"
@@ -180,7 +157,7 @@ async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> N
     for in_flight in args.in_flight:
         rates: dict[str, float] = {}
         for name, (_, wanted) in sides.items():
-            best, spent = min(found[name, in_flight], key=lambda each: each[0].seconds)
+            best, steps = min(found[name, in_flight], key=lambda each: each[0].seconds)
             rates[name] = (wanted.count - 1) / best.seconds
             report.add(
                 title,
@@ -191,9 +168,9 @@ async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> N
                     "frames": wanted.count,
                     "crops encoded": best.encoded,
                     "times none": rates[name] / rates["none"],
-                    "vision ms": 1e3 * spent.vision_s / wanted.count,
-                    "prefill ms": 1e3 * spent.prefill_s / wanted.count,
-                    "decode ms": 1e3 * spent.decode_s / wanted.count,
+                    "vision ms": 1e3 * sum(step.vision_s for step in steps) / wanted.count,
+                    "prefill ms": 1e3 * sum(step.prefill_s for step in steps) / wanted.count,
+                    "decode ms": 1e3 * sum(step.decode_s for step in steps) / wanted.count,
                     "new ms": best.median_ms(computed=True),
                     "same ms": best.median_ms(computed=False),
                 },

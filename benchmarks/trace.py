@@ -130,14 +130,14 @@ async def measure_trace(
     in_fp8 = opened.config.fp8_gemms == "all" and opened.kv_in_fp8
     run = (f"{opened.name} fp8" if in_fp8 else opened.name, plan.in_flight, plan.tokens)
     name = f"{run[0]}: {plan.in_flight} in flight, {plan.tokens} tokens"
-    limits = bars.TRACE.get(run, bars.NONE) if judge else bars.NONE
+    limits = bars.of_run(bars.TRACE, *run) if judge else bars.NONE
     report.figure(f"{name}: requests/s", float(whole["requests/s"]), "1/s", limits)
-    limits = bars.TRACE_GAP_P95_MS.get(run, bars.NONE) if judge else bars.NONE
+    limits = bars.of_run(bars.TRACE_GAP_P95_MS, *run) if judge else bars.NONE
     if plan.tokens > 3:
         gap = float(whole["itl p95"])
         report.figure(f"{name}: p95 gap between tokens", gap, "ms", limits, at_least=False)
     for part, those in parts(asked).items():
-        limits = bars.TRACE_P50_MS.get((*run, part), bars.NONE) if judge else bars.NONE
+        limits = bars.of_run(bars.TRACE_P50_MS, *run, part) if judge else bars.NONE
         if those:
             p50 = float(part_summary(those)["p50"])
             report.figure(f"{name}: p50 of {part}", p50, "ms", limits, at_least=False)

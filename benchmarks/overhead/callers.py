@@ -100,21 +100,14 @@ async def _by_connect(address: str, request: bytes) -> AsyncIterator[bytes]:
     writer.close()
 
 
-class Callers:
-    """``num`` callers, whose processes run during the context. They call one server at a time."""
+class Callers(contextlib.ExitStack):
+    """``num`` callers, whose processes end with the context. They call one server at a time."""
 
     def __init__(self, num: int) -> None:
+        super().__init__()
         clients = -(-num // CALLERS_A_CLIENT)
         self._shares = [num // clients + (i < num % clients) for i in range(clients)]
-        self._stack = contextlib.ExitStack()
-        self._pipes: list[Connection] = []
-
-    def __enter__(self) -> Callers:
-        self._pipes = [self._stack.enter_context(ChildProcess(_client)) for _ in self._shares]
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+        self._pipes = [self.enter_context(ChildProcess(_client)) for _ in self._shares]
 
     def read_streams(self, address: str, tokens: int) -> list[Heard]:
         """Each caller starts a stream, all at the same time, and reads it to its end."""

@@ -65,20 +65,11 @@ class _Side:
         return cpu - engine
 
 
-class _Processes:
+class _Processes(contextlib.ExitStack):
     """Starts each side in a process, and ends them with the context."""
 
-    def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-
     def add(self, name: str, target: Any, *arguments: Any) -> _Side:
-        pipe = self._stack.enter_context(ChildProcess(target, *arguments))
+        pipe = self.enter_context(ChildProcess(target, *arguments))
         return _Side(name, pipe, pipe.recv())
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class Limits(NamedTuple):
@@ -16,6 +17,12 @@ class Limits(NamedTuple):
 
 NONE = Limits()
 
+
+def of_run(table: Mapping[Any, Limits], model: str, *rest: object) -> Limits:
+    """The limits of a run of the trace. A run in FP8 without limits of its own has those of its model."""
+    return table.get((model, *rest)) or table.get((model.removesuffix(" fp8"), *rest), NONE)
+
+
 TRACE = {
     ("moondream2", 64, 3): Limits(96, 106),
     ("moondream2", 64, 30): Limits(84, 94),
@@ -27,39 +34,24 @@ TRACE = {
     ("moondream2", 1, 30): Limits(23, 26),
     ("moondream2 fp8", 64, 3): Limits(115, 133),
     ("moondream2 fp8", 64, 30): Limits(96, 102),
-    ("moondream2 fp8", 16, 3): Limits(98, 110),
-    ("moondream2 fp8", 16, 30): Limits(72, 85),
-    ("moondream2 fp8", 4, 3): Limits(80, 90),
-    ("moondream2 fp8", 4, 30): Limits(48, 58),
-    ("moondream2 fp8", 1, 3): Limits(58, 66),
-    ("moondream2 fp8", 1, 30): Limits(23, 26),
     ("moondream3-preview", 64, 3): Limits(95, 116),
     ("moondream3-preview", 64, 30): Limits(76, 90),
     ("moondream3-preview", 16, 3): Limits(84, 95),
     ("moondream3-preview", 16, 30): Limits(58, 68),
     ("moondream3-preview", 1, 3): Limits(45, 55),
     ("moondream3-preview", 1, 30): Limits(19, 22),
-    ("moondream3-preview fp8", 64, 3): Limits(95, 116),
-    ("moondream3-preview fp8", 64, 30): Limits(76, 90),
-    ("moondream3-preview fp8", 16, 3): Limits(84, 95),
-    ("moondream3-preview fp8", 16, 30): Limits(58, 68),
-    ("moondream3-preview fp8", 1, 3): Limits(45, 55),
-    ("moondream3-preview fp8", 1, 30): Limits(19, 22),
 }
 """Requests/s by model, requests in flight and tokens an answer; for one H100. Only Moondream 2 with 64 in flight has
-bars of its own for FP8; the other bars name no precision."""
+bars of its own for FP8."""
 
 TRACE_P50_MS = {
     ("moondream2", 1, 3, "uncached"): Limits(24, 20),
     ("moondream2", 1, 3, "repeats"): Limits(5.5, 4.5),
-    ("moondream2 fp8", 1, 3, "uncached"): Limits(24, 20),
-    ("moondream2 fp8", 1, 3, "repeats"): Limits(5.5, 4.5),
 }
 """For one H100."""
 
 TRACE_GAP_P95_MS = {
     ("moondream2", 64, 30): Limits(15, 8),
-    ("moondream2 fp8", 64, 30): Limits(15, 8),
 }
 """The gap between two tokens of an answer."""
 

@@ -24,23 +24,22 @@ Target = str | tuple[str, ...]
 """The target of a client: an address, or those of several servers."""
 
 
-class ClientProcesses:
+class ClientProcesses(ExitStack):
     """A context manager that runs the processes. ``folder``: for the file with the images."""
 
     def __init__(
         self, targets: Target | list[Target], trace: ChartTrace, *, count: int, folder: Path
     ) -> None:
         """``targets``: what the processes call; of a list, each process in turn has one."""
+        super().__init__()
         dealt = targets if isinstance(targets, list) else [targets]
         path = folder / "images.npz"
         store_images(path, trace.images)
-        self._stack = ExitStack()
-        self._pipes = [
-            self._stack.enter_context(
-                ChildProcess(_client, dealt[index % len(dealt)], path, trace.questions)
-            )
+        children = (
+            ChildProcess(_client, dealt[index % len(dealt)], path, trace.questions)
             for index in range(count)
-        ]
+        )
+        self._pipes = [self.enter_context(child) for child in children]
         for pipe in self._pipes:
             assert pipe.recv() == "ready"
 
@@ -67,12 +66,6 @@ class ClientProcesses:
     def run(self, plan: RunPlan, numbers: Sequence[int]) -> list[Exchange]:
         self.begin(plan, numbers)
         return self.collect()
-
-    def __enter__(self) -> ClientProcesses:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
 
 
 def _client(pipe: Connection, target: Target, path: Path, questions: tuple[Question, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from ..checkpoint.files import PICKLE_SUFFIXES, StoredTensor, find_files
 from ..checkpoint.safetensors_header import Header
 from ..checkpoint.weights.expected import Shapes
 from ..errors import AdapterNotFound, AdapterUnfit, CheckpointError
+from ..small_files import read_small_json
 from ..types.adapter import Adapter
 from ..types.model_config import TextConfig
 from .names import Target, target_of
@@ -269,13 +269,11 @@ def _settings(found: AdapterFiles, described: Mapping[Path, Header]) -> Mapping[
     config = found.files[-1]
     if config.name != CONFIG_NAME:
         return described[config].metadata
-    with config.open("rb") as opened:
-        data = opened.read(MAX_CONFIG_BYTES + 1)
-    if len(data) > MAX_CONFIG_BYTES:
-        raise CheckpointError(f"{CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes")
     try:
-        settings = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        settings = read_small_json(config, MAX_CONFIG_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{CONFIG_NAME} {error.strerror}") from None
+    except ValueError as error:
         raise CheckpointError(f"{CONFIG_NAME} is no JSON: {error}") from None
     if not isinstance(settings, dict):
         raise CheckpointError(f"{CONFIG_NAME} must be a JSON object")

@@ -22,7 +22,7 @@ from ..errors import AdaptersFull, AdapterUnavailable, AdapterUnfit, EngineClose
 from ..types.adapter import Adapter, AdapterCounts
 from ..types.model_config import ModelConfig
 from .files import AdapterFiles, CheckedAdapter, Packer, check, have_changed, read
-from .origins.origins import Origins, Version
+from .origins.origins import Origins, Version, retrieved
 from .targets import targets
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class AdapterLibrary:
             self._drop(self._entries[version.name])
         self._entries[version.name] = entry = _Entry(version)
         entry.loading = asyncio.create_task(self._load(entry))
-        entry.loading.add_done_callback(_retrieved)
+        entry.loading.add_done_callback(retrieved)
         return entry
 
     async def _load(self, entry: _Entry) -> Adapter:
@@ -271,9 +271,3 @@ def _usual_bytes(shapes: Shapes, itemsize: int) -> int:
         if module.startswith("text.") and ".mlp." in module:
             total += prod(experts) * (2 if experts else 16) * (rows + columns) * itemsize
     return max(1, total)
-
-
-def _retrieved(task: asyncio.Task[Adapter]) -> None:
-    """All requests for an adapter may have ended before its loading failed."""
-    if not task.cancelled():
-        task.exception()

@@ -58,15 +58,7 @@ class LoRA:
         """Returns an adapter that changes nothing yet: A is random with a spread of 1 / sqrt(inputs), and B is 0.
         ``dtype``: default float32. Raises ConfigError if the model has experts and the rank is not divisible by the
         number of experts of a token."""
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        tensors = {
-            name: torch.zeros(shape)
-            if name.endswith(".B")
-            else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-            for name, shape in _shapes(text_config, lora_config).items()
-        }
+        tensors = first_sides(_shapes(text_config, lora_config), seed)
         return cls(lora_config, {name: tensor.to(dtype) for name, tensor in tensors.items()})
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoRA:
@@ -116,16 +108,35 @@ class LoRA:
 
 def _shapes(text: TextConfig, config: TextLoRAConfig) -> Shapes:
     """The shape of each tensor. Raises ConfigError."""
+    modules = {name: shape for name, shape in text_targets(text).items() if ".mlp." in name}
+    return side_shapes(modules, text, config.rank)
+
+
+def side_shapes(modules: Shapes, text: TextConfig, rank: int) -> Shapes:
+    """The shapes of A and B by each module's name with ``.A`` and ``.B``. ``modules``: the shapes of their weights.
+    Experts have the rank divided by the number of experts of a token. Raises ConfigError if it is not divisible."""
     shapes: Shapes = {}
-    for module, (*experts, rows, columns) in text_targets(text).items():
-        if ".mlp." not in module:
-            continue
-        rank = config.rank
+    for module, (*experts, rows, columns) in modules.items():
+        own = rank
         if experts and text.moe is not None:
-            rank, rest = divmod(rank, text.moe.experts_per_token)
+            own, rest = divmod(rank, text.moe.experts_per_token)
             if rest:
                 limit = f"must be divisible by {text.moe.experts_per_token}, the experts of a token"
-                raise ConfigError("rank", config.rank, limit)
-        shapes[f"{module}.A"] = (*experts, rank, columns)
-        shapes[f"{module}.B"] = (*experts, rows, rank)
+                raise ConfigError("rank", rank, limit)
+        shapes[f"{module}.A"] = (*experts, own, columns)
+        shapes[f"{module}.B"] = (*experts, rows, own)
     return shapes
+
+
+def first_sides(shapes: Shapes, seed: int) -> dict[str, Tensor]:
+    """Float32 tensors of ``shapes`` (`side_shapes`) that change nothing yet: A is random with a spread of
+    1 / sqrt(inputs), and B is 0."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.zeros(shape)
+        if name.endswith(".B")
+        else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import resource
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..checkpoint.checksums import checksum
 from ..config.runtime import RuntimeConfig
 from ..engine import InferenceEngine
 from .finding import Finding
@@ -73,7 +74,7 @@ async def accept(
         return
     if not release.answers:
         yield Finding("answers", "warn", f"not checked: no answer is known for {name}")
-    pictures = {_sha256(path): path for path in images}
+    pictures = {checksum(Path(path)): path for path in images}
     named = {known.picture.sha256 for known in release.answers if known.picture is not None}
     unnamed = [path for digest, path in pictures.items() if digest not in named]
     at_hand = []
@@ -119,11 +120,6 @@ async def accept(
     ]
     message = f"{len(at_hand) - len(differ)} of {len(at_hand)} answers are those of {info.dtype}"
     yield Finding("precision", "warn" if differ else "ok", "; ".join((message, *differ)))
-
-
-def _sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _source(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,6 @@ class Score:
     def add(self, other: Score) -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 KINDS: Mapping[type[Example], str] = {

@@ -54,7 +54,7 @@ class TeachingReport:
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
         scores = {
-            kind: {"before": self.before[kind].as_dict(), "after": self.after[kind].as_dict()}
+            kind: {"before": asdict(self.before[kind]), "after": asdict(self.after[kind])}
             for kind in self.before
         }
         return {

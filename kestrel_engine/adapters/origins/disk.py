@@ -17,8 +17,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from ...checkpoint.checksums import checksum
 from ...disk_cache import DiskCache, NoRoom
 from ...errors import AdaptersFull, AdapterUnavailable, ConfigError
+from ...small_files import read_small_json
 from .staging import NO_SPACE, Staging
 
 logger = logging.getLogger(__name__)
@@ -123,7 +125,7 @@ class AdapterDisk:
 
         try:
             expected = fetch(Staging(name, partial, self._closing, self._most, make_room))
-            files = {file: _sha256(partial / file) for file in expected}
+            files = {file: checksum(partial / file) for file in expected}
             if any(known not in (None, files[file]) for file, known in expected.items()):
                 raise AdapterUnavailable(f"{name!r} arrived damaged; try again")
             listed = {"key": key, "name": name, "files": files}
@@ -135,9 +137,8 @@ class AdapterDisk:
 
 def _listed(entry: Path) -> Mapping[str, Any] | None:
     try:
-        with (entry / LIST_NAME).open("rb") as opened:
-            listed = json.loads(opened.read(_MAX_LIST_BYTES))
-    except (OSError, ValueError, RecursionError):
+        listed = read_small_json(entry / LIST_NAME, _MAX_LIST_BYTES)
+    except (OSError, ValueError):
         return None
     return listed if isinstance(listed, dict) else None
 
@@ -152,13 +153,8 @@ def _damage(entry: Path) -> str | None:
         if {each.name for each in entry.iterdir()} != {*files, LIST_NAME}:
             return "files are missing, or others are there"
         for name, expected in files.items():
-            if _sha256(entry / name) != expected:
+            if checksum(entry / name) != expected:
                 return f"{name} has another SHA-256"
     except OSError as error:
         return str(error.strerror)
     return None
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

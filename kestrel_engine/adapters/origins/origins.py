@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ... import clock
 from ...config.adapters import AdapterSources
@@ -158,7 +159,7 @@ class Origins:
 
     def _look_up(self, name: str) -> asyncio.Task[Version]:
         self.looking[name] = task = asyncio.create_task(self._looked_up(name))
-        task.add_done_callback(_retrieved)
+        task.add_done_callback(retrieved)
         return task
 
     async def _looked_up(self, name: str) -> Version:
@@ -243,7 +244,7 @@ def _nothing() -> None:
     pass
 
 
-def _retrieved(task: asyncio.Task[Version]) -> None:
-    """All requests for a name may have ended before its look-up failed."""
+def retrieved(task: asyncio.Task[Any]) -> None:
+    """A callback of a task that requests wait for: all of them may have ended before it failed."""
     if not task.cancelled():
         task.exception()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...adapters.references import shortened
 from ...coco_labels import CocoLabels, Id
 from ...errors import ConfigError
 from ...types.requests import Edges, is_number
@@ -73,9 +74,11 @@ def _image_path(folder: Path, name: str, where: str) -> Path:
     except (OSError, ValueError):  # ValueError: a null byte
         inside = is_file = False
     if not inside:
-        raise ConfigError("data", where, f"image {_short(name)} must be a file within the folder")
+        raise ConfigError(
+            "data", where, f"image {shortened(name)} must be a file within the folder"
+        )
     if not is_file:
-        raise ConfigError("data", where, f"image {_short(name)} is not a file of the folder")
+        raise ConfigError("data", where, f"image {shortened(name)} is not a file of the folder")
     return path
 
 
@@ -128,7 +131,7 @@ def _parsed(line: bytes, where: str) -> tuple[str, str, Example]:
     }
     make = kinds.get(frozenset(fields))
     if make is None:
-        names = ", ".join(sorted(map(_short, fields))[:8]) or "none"
+        names = ", ".join(sorted(map(shortened, fields))[:8]) or "none"
         raise ConfigError("data", where, f"has the fields {names}; expected {_FORMS}")
     return where, _text(fields, "image", where), make(fields, where)
 
@@ -185,10 +188,5 @@ def _fractions(value: Any, count: int, name: str, form: str, where: str) -> list
         raise ConfigError("data", where, f"{name} must be {form}")
     for each in value:
         if not is_number(each) or not 0 <= each <= 1:
-            raise ConfigError("data", where, f"{name}: {_short(each)} is not a number in [0, 1]")
+            raise ConfigError("data", where, f"{name}: {shortened(each)} is not a number in [0, 1]")
     return [float(each) for each in value]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"

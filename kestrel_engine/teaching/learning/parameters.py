@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...adapters.lora import first_sides, side_shapes
 from ...adapters.targets import targets
-from ...errors import ConfigError
 from ...models.low_rank import LowRank
 from ...types.adapter import INPUT
 from ...types.model_config import ModelConfig
@@ -66,23 +66,14 @@ class Parameters:
     ) -> None:
         """Raises ConfigError if the rank is not divisible by the number of experts of a token."""
         self._rank, self._alpha = settings.rank, settings.alpha or float(settings.rank)
-        generator = torch.Generator().manual_seed(settings.seed)
-        self.sides: dict[str, Tensor] = {}
+        modules = {
+            name: shape
+            for name, shape in targets(model).items()
+            if re.match(_LAYERS[settings.layers], name) and not name.endswith(INPUT)
+        }
+        sides = first_sides(side_shapes(modules, model.text, settings.rank), settings.seed)
+        self.sides = {name: side.to(device).requires_grad_() for name, side in sides.items()}
         """By the module's canonical name with ``.A`` and ``.B``."""
-        for module, (*experts, rows, columns) in targets(model).items():
-            if not re.match(_LAYERS[settings.layers], module) or module.endswith(INPUT):
-                continue
-            rank = settings.rank
-            if experts and model.text.moe is not None:
-                rank, rest = divmod(rank, model.text.moe.experts_per_token)
-                if rest:
-                    each = model.text.moe.experts_per_token
-                    limit = f"must be divisible by {each}, the experts of a token"
-                    raise ConfigError("rank", settings.rank, limit)
-            a = torch.randn(*experts, rank, columns, generator=generator) * columns**-0.5
-            b = torch.zeros(*experts, rows, rank)
-            for side, value in (("A", a), ("B", b)):
-                self.sides[f"{module}.{side}"] = value.to(device).requires_grad_()
 
     @property
     def changed(self) -> Changed:
