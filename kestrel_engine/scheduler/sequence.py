@@ -149,14 +149,15 @@ class Sequence:
 
     @property
     def needs_prefill(self) -> bool:
-        return not self.awaits_rule and (
+        # Asked of every running sequence before every step, and mostly false by the first two.
+        return (
             bool(self.needed)
             or (
                 self.cursor < len(self.tokens)
                 and self.tokens[self.cursor] is not PREVIOUS
                 and not self.can_decode
             )
-        )
+        ) and not self.awaits_rule
 
     def replace_pages(self, pages: list[int]) -> None:
         """Sets other pages. Between two such calls ``pages`` only grows."""

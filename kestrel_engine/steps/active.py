@@ -26,7 +26,7 @@ from ..skills.base import SkillControl, SkillOutput
 from ..skills.objects.outline import OutlineOutput
 from ..skills.rule_check import RuleCheck
 from ..types.events import FinishReason
-from ..types.step import RefineRow, RuleWait, StepPlan, StepResult, StepToken
+from ..types.step import RefineRow, RuleWait, StepPlan, StepResult, StepToken, TokenRule
 from ..types.submission import Submission
 from ..types.timings import StepTimings
 from .delivery import SequenceEnd, StepReport
@@ -252,7 +252,8 @@ class ActiveRequests:
         submitted = active.submitted
         if sequence.rule is None and sequence.num_planned < submitted.submission.max_tokens:
             rule = submitted.control.rule(sequence.num_planned)
-            if isinstance(rule, RuleWait):
+            # The first question is cheap. The second one, about an abstract class, is not.
+            if not isinstance(rule, TokenRule) and isinstance(rule, RuleWait):
                 self._rule_waits[sequence.sequence_id] = rule
                 rule.begin(partial(self._post, partial(self._rule_is_there, sequence.sequence_id)))
             elif rule is not None:
