@@ -167,7 +167,8 @@ async def test_a_silent_stream_ends_but_not_while_its_requests_run(moved_clock, 
 
 async def test_a_reader_too_slow_for_the_first_response_gets_a_status(moved_clock, serve, caplog):
     """The response is larger than what the client takes unread, and initial metadata goes with it."""
-    served = await serve(server_config={"access_log": "text"})
+    patient = limits(read_s=1e6, deadline_s=None)  # The clock moves also while the request arrives.
+    served = await serve(server_config={**patient, "access_log": "text"})
     window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16), *LOCAL]
     async with grpc.aio.insecure_channel(served.server.addresses[0], options=window) as channel:
         call = GRPCInferenceServiceStub(channel).ModelStreamInfer()

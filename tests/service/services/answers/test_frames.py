@@ -337,7 +337,7 @@ INVALID: list[tuple[str, list[pb.StreamFramesRequest]]] = [
 
 
 async def test_what_ends_a_stream(moved_clock, serve: Serve):
-    served = await serve(server_config=limits(read_s=60))
+    served = await serve(server_config=limits(read_s=60, deadline_s=None))
     for message, sent in INVALID:
         told = await served.refusal(FRAMES, sent)
         assert told.code is grpc.StatusCode.INVALID_ARGUMENT, message
