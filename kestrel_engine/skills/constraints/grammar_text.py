@@ -22,6 +22,8 @@ except ImportError:  # There are no wheels for some systems.
     AVAILABLE = False
 else:
     AVAILABLE = True
+_NOTHING_FOLLOWS = "NoExtensionBias"
+"""llguidance's word for a grammar that no text begins, such as one that refers only to itself."""
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 """Without this, the library looks for the longest text that must follow. A pattern may demand gigabytes."""
 _JSON_OPTIONS = {"whitespace_pattern": "[ ]?"}
@@ -117,9 +119,10 @@ def problem(constraint: Constraint, tokenizer: llguidance.LLTokenizer) -> str:
             return f"at {where}: {said}" if where else said
         return _grammar_problem(message)
     first = matcher.compute_bitmask()
-    if matcher.is_error():
-        return f"is too complex: {first_line(matcher.get_error())}"
-    return "" if any(first) else "matches no text"
+    message = first_line(matcher.get_error()) if matcher.is_error() else ""
+    if message and message != _NOTHING_FOLLOWS:
+        return f"is too complex: {message}"
+    return "" if any(first) and not message else "matches no text"
 
 
 def _place(schema: Mapping[str, Any], tokenizer: llguidance.LLTokenizer) -> str:

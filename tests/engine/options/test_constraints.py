@@ -178,6 +178,16 @@ async def test_errors_name_the_place_before_anything_is_computed(make_engine, fa
         with pytest.raises(InvalidRequest) as caught:
             await engine.query(question="a", settings={"constraint": constraint})
         assert caught.value.field == field
+    cycle = (
+        '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'
+    )
+    for endless in (
+        {"json_schema": '{"$ref": "#"}'},
+        {"json_schema": cycle},
+        {"grammar": "start: start"},
+    ):
+        with pytest.raises(InvalidRequest, match=r": matches no text$"):
+            await engine.query(question="a", settings={"constraint": endless})
     assert engine.num_requests == 0 and not runtime.plans
     with pytest.raises(InvalidRequest, match="is not a setting of this skill"):
         await engine.detect(IMAGE, "a", settings={"constraint": {"choices": ["a"]}})

@@ -220,7 +220,9 @@ async def test_a_hung_device_fails_those_who_wait_and_tells_where_it_hangs(
     await asyncio.to_thread(gate.entered.wait, 60)
     moved_clock.advance(301)
     for stream in streams:
-        with pytest.raises(RuntimeFailure, match=r"no step ended for 3\d\d\.\d s, the limit is 300\.0 s"):
+        with pytest.raises(
+            RuntimeFailure, match=r"no step ended for 3\d\d\.\d s, the limit is 300\.0 s"
+        ):
             await stream.result()
     assert [e.error for e in listener.requests] == 4 * ["RuntimeFailure"]
     assert min(e.metrics.total_time_ms for e in listener.requests) >= 301_000
@@ -251,7 +253,9 @@ async def test_a_step_that_hangs_when_its_requests_have_ended_is_noticed(moved_c
     assert engine.stats.running == engine.num_requests == 0
     later = await engine.submit("query", None, {"question": "a"}, GREEDY)
     moved_clock.advance(301)
-    with pytest.raises(RuntimeFailure, match=r"no step ended for 3\d\d\.\d s, the limit is 300\.0 s"):
+    with pytest.raises(
+        RuntimeFailure, match=r"no step ended for 3\d\d\.\d s, the limit is 300\.0 s"
+    ):
         await later.result()
     goes_on.set()
     await engine.shutdown()
