@@ -28,6 +28,8 @@ def forget_the_shell(environ: MutableMapping[str, str]) -> None:
         if name.startswith(_PREFIXES) and not name.startswith(_KNOBS):
             del environ[name]
     for name in ("no_proxy", "NO_PROXY"):
-        environ[name] = ",".join(filter(None, (environ.get(name), "localhost,127.0.0.1,::1")))
+        environ[name] = ",".join(
+            filter(None, (environ.get(name), "localhost,127.0.0.1,::1,0.0.0.0"))
+        )
     if len(tempfile.gettempdir()) > _LONGEST and os.access("/tmp", os.W_OK):
         environ.setdefault(FOLDERS, "/tmp")
