@@ -12,15 +12,12 @@ from typing import Any
 from kestrel_client.commands.parser import suggestion
 from kestrel_engine import RuntimeConfig
 
-from .batches import BatchesConfig
 from .cluster import ClusterConfig
-from .debug import DebugConfig
 from .flags import Parser, add_settings
-from .http import HttpConfig
 from .model import add_model_flags, runtime_configs
 from .security import add_security_flags, security_config
-from .server import ServerConfig, server_config
-from .shared_images import PASSWORD_VARIABLE, SharedImagesConfig
+from .server import PARTS, ServerConfig, server_config
+from .shared_images import PASSWORD_VARIABLE
 from .sources import (
     CONFIG_FLAG,
     CONFIG_VARIABLE,
@@ -30,7 +27,6 @@ from .sources import (
     variable_of,
 )
 from .telemetry import TelemetryConfig
-from .workers import WorkersConfig
 
 _HIDDEN = "(hidden)"
 SECRETS = ("KESTREL_API_KEY", "MOONDREAM_API_KEY", PASSWORD_VARIABLE)
@@ -70,8 +66,7 @@ def add_server_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None
 ) -> None:
     """Adds the flags of ServerConfig and of the configurations in it, except the security flags."""
-    configs = (ServerConfig, WorkersConfig, TelemetryConfig, DebugConfig, HttpConfig)
-    add_settings(parser, *configs, SharedImagesConfig, BatchesConfig, environ=environ)
+    add_settings(parser, ServerConfig, TelemetryConfig, *PARTS.values(), environ=environ)
 
 
 def configuration(args: argparse.Namespace) -> Configuration:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from kestrel_client.commands.flags import DEFAULT_ADDRESS
 from kestrel_engine import ConfigError, SettingGroup, check_settings, checked
@@ -175,10 +175,20 @@ class ServerConfig:
         return 0.0 if os.environ.get(_IN_KUBERNETES) else min(_DRAIN_DELAY_S, self.grace_s)
 
 
+PARTS: dict[str, type[Any]] = {
+    "workers": WorkersConfig,
+    "debug": DebugConfig,
+    "http": HttpConfig,
+    "shared_images": SharedImagesConfig,
+    "batches": BatchesConfig,
+}
+"""The fields of ServerConfig whose flags need nothing else."""
+
+
 def server_config(args: argparse.Namespace, security: SecurityConfig | None = None) -> ServerConfig:
     """``security``: None stands for the defaults of SecurityConfig. Raises SettingsError."""
-    workers = configured(WorkersConfig, args)
-    if workers.devices and getattr(args, "device", "auto") != "auto":
+    parts = {name: configured(part, args) for name, part in PARTS.items()}
+    if parts["workers"].devices and getattr(args, "device", "auto") != "auto":
         raise SettingsError(
             f"{name_of(args, '--devices')} and {name_of(args, '--device')}: give only one of the two"
         )
@@ -192,9 +202,5 @@ def server_config(args: argparse.Namespace, security: SecurityConfig | None = No
         args,
         security=security or SecurityConfig(),
         telemetry=telemetry,
-        workers=workers,
-        debug=configured(DebugConfig, args),
-        http=configured(HttpConfig, args),
-        shared_images=configured(SharedImagesConfig, args),
-        batches=configured(BatchesConfig, args),
+        **parts,
     )
