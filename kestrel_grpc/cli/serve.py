@@ -40,13 +40,11 @@ from .engine_errors import command_errors
 
 logger = logging.getLogger(__name__)
 
-ESSENTIAL = (
-    *("--config", "--print-config", "--model", "--weights", "--device", "--precision", "--skill"),
-    *("--adapters-dir", "--offline", "--max-batch-size", "--max-queue", "--kv-cache-gib"),
-    *("--listen", "--http-listen", "--metrics-listen", "--workers", "--devices", "--grace"),
-    *("--access-log", "--log-level", "--tls-cert", "--tls-key", "--tls-client-ca"),
-    *("--auth-tokens", "--rate"),
-)
+ESSENTIAL = """
+    --config --print-config --model --weights --device --precision --skill --adapters-dir --offline
+    --max-batch-size --max-queue --kv-cache-gib --listen --http-listen --metrics-listen --workers
+    --devices --grace --access-log --log-level --tls-cert --tls-key --tls-client-ca --auth-tokens --rate
+""".split()
 """The flags that the short help shows."""
 
 

@@ -32,11 +32,10 @@ from ...settings.server import ServerConfig
 from ...workers.restarts import WorkersError
 from ..engine_errors import command_errors
 
-ESSENTIAL = (
-    *("--model", "--weights", "--device", "--config", "--replicas", "--max-replicas"),
-    *("--replica-gpus", "--insecure-listen", "--auth-tokens", "--tls-cert"),
-    *("--tls-key", "--addresses-file", "--endpoints-file", "--front"),
-)
+ESSENTIAL = """
+    --model --weights --device --config --replicas --max-replicas --replica-gpus --insecure-listen
+    --auth-tokens --tls-cert --tls-key --addresses-file --endpoints-file --front
+""".split()
 _ACTIONS = {
     "up": "start the servers, or upgrade them to these settings, and wait until they serve",
     "status": "list the servers",

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
     from ...settings.configuration import Configuration
 
-ESSENTIAL = (
-    *("--json", "--config", "--model", "--weights", "--device", "--precision"),
-    *("--listen", "--http-listen", "--workers", "--auth-tokens", "--tls-cert"),
-    *("--tls-key",),
-)
+ESSENTIAL = """
+    --json --config --model --weights --device --precision --listen --http-listen --workers
+    --auth-tokens --tls-cert --tls-key
+""".split()
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

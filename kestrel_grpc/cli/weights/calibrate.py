@@ -19,10 +19,7 @@ from ...settings.model import DEVICE_FLAGS, add_model_flags
 from ..engine_errors import command_errors
 from .model_argument import add_model_argument, computing_config
 
-ESSENTIAL = (
-    *("--annotations", "--images", "--out", "--json", "--config", "--model"),
-    *("--weights", "--device"),
-)
+ESSENTIAL = "--annotations --images --out --json --config --model --weights --device".split()
 
 _FLAGS = """
     --annotations FILE  labels in COCO's form, with boxes [required]

@@ -14,10 +14,7 @@ from ...settings.configuration import add_config_flag
 from ...settings.model import add_model_flags, runtime_configs
 from ..engine_errors import command_errors
 
-ESSENTIAL = (
-    *("--arch", "--out", "--config", "--model", "--weights", "--precision"),
-    *("--max-batch-size",),
-)
+ESSENTIAL = "--arch --out --config --model --weights --precision --max-batch-size".split()
 
 _FLAGS = """
     --arch ARCH          architecture of the cards: sm_90 for H100 and H200 [required]

@@ -22,11 +22,10 @@ from .model_argument import computing_config
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-ESSENTIAL = (
-    *("--adapter", "--data", "--overwrite", "--rank", "--epochs", "--minutes"),
-    *("--layers", "--json", "--config", "--model", "--weights", "--adapters-dir"),
-    *("--device", "--precision"),
-)
+ESSENTIAL = """
+    --adapter --data --overwrite --rank --epochs --minutes --layers --json --config --model --weights
+    --adapters-dir --device --precision
+""".split()
 
 _FLAGS = """
     --adapter NAME  name of the adapter [required]
