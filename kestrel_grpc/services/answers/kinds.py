@@ -23,6 +23,7 @@ from ..messages.tasks import (
     FACE,
     caption_requests,
     detect_requests,
+    edges_of,
     gaze_requests,
     point_requests,
     query_requests,
@@ -123,7 +124,7 @@ def _suppress(task: pb.DetectTask, parts: Sequence[NameResult]) -> None:
     if not task.HasField("max_overlap"):
         return
     found = [each for part in parts for each in part.detections]
-    edges = [(each.box.x_min, each.box.y_min, each.box.x_max, each.box.y_max) for each in found]
+    edges = [edges_of(each.box) for each in found]
     stays = iter(best_boxes(edges, [each.score for each in found], task.max_overlap))
     for part in parts:
         part.detections[:] = [each for each in part.detections if next(stays)]
