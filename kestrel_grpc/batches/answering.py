@@ -1,4 +1,4 @@
-"""BatchCalls: how a request of a batch is answered: as a call of its own (edge/call_life.py), at low priority."""
+"""How a request of a batch is answered: as a call of its own (edge/call_life.py), at low priority."""
 
 from __future__ import annotations
 
@@ -56,27 +56,20 @@ class Form(Protocol):
     def refused(self, error: Exception, call: Call, work: Work | None) -> Answer: ...
 
 
-class BatchCalls:
-    """Makes a call of each request."""
+async def answer(request: Waiting, form: Form, life: CallLife) -> Answer:
+    """Makes a call of a request."""
+    owner, context = request.owner, cast(Context, _Context())
+    call = life.begin(form.method(request.body), context, caps_max_tokens=form.caps_max_tokens)
 
-    def __init__(self, life: CallLife) -> None:
-        self._life = life
+    @contextlib.contextmanager
+    def enter(call: Call) -> Iterator[Hold]:
+        call.principal = owner
+        with contextlib.closing(life.guard.hold(owner, call.peer)) as hold:
+            yield hold
 
-    async def answer(self, request: Waiting, form: Form) -> Answer:
-        owner, context = request.owner, cast(Context, _Context())
-        call = self._life.begin(
-            form.method(request.body), context, caps_max_tokens=form.caps_max_tokens
-        )
-
-        @contextlib.contextmanager
-        def enter(call: Call) -> Iterator[Hold]:
-            call.principal = owner
-            with contextlib.closing(self._life.guard.hold(owner, call.peer)) as hold:
-                yield hold
-
-        exchange = _Exchange(form, request.body)
-        await self._life.run(call, exchange, enter)
-        return exchange.given
+    exchange = _Exchange(form, request.body)
+    await life.run(call, exchange, enter)
+    return exchange.given
 
 
 class _Context(OwnContext):

@@ -11,7 +11,8 @@ from contextlib import suppress
 
 from kestrel_engine import EngineOverloaded, clock
 
-from .answering import BatchCalls, Form
+from ..edge.call_life import CallLife
+from .answering import Form, answer
 from .store import BatchStore
 from .tables import Waiting
 
@@ -36,8 +37,8 @@ class BatchRunner:
         store.on_end = self._cancel
         self.forms: dict[str, Form] = {}
         """Of the requests that this server answers, by endpoint: other requests wait."""
-        self.calls: BatchCalls | None = None
-        """Answers the requests. The server sets it before ``run``."""
+        self.life: CallLife | None = None
+        """Of the calls that answer requests. The server sets it before ``run``."""
         self._running: dict[asyncio.Task[None], Waiting] = {}
         """The tasks, with what they answer. A task that ends before its first step leaves it, too."""
         self._ended: set[str] = set()
@@ -93,7 +94,7 @@ class BatchRunner:
 
     async def _begin(self) -> None:
         """Begins to answer as many requests as it may."""
-        assert self.calls is not None, "the server has set it"
+        assert self.life is not None, "the server has set it"
         now = clock.now()
         self._paused = {owner: until for owner, until in self._paused.items() if until > now}
         most = self._at_once - len(self._running)
@@ -106,7 +107,7 @@ class BatchRunner:
         for request in claimed:
             if request.batch_id in self._ended:
                 continue
-            task = asyncio.create_task(self._serve(request, self.calls))
+            task = asyncio.create_task(self._serve(request, self.life))
             self._running[task] = request
             task.add_done_callback(self._done)
 
@@ -119,20 +120,20 @@ class BatchRunner:
     def _pause(self, request: Waiting) -> None:
         self._paused[request.owner.name] = clock.now() + _RETRY_S
 
-    async def _serve(self, request: Waiting, calls: BatchCalls) -> None:
+    async def _serve(self, request: Waiting, life: CallLife) -> None:
         try:
-            answer = await calls.answer(request, self.forms[request.endpoint])
+            given = await answer(request, self.forms[request.endpoint], life)
         except Exception:
             self._pause(request)
             raise
-        if answer.succeeded is None:
+        if given.succeeded is None:
             return self._pause(request)
         names = {"id": f"{request.batch_id}_{request.number}", "custom_id": request.custom_id}
-        parts = (b', "response": ', answer.response, b', "error": ', answer.error, b"}")
+        parts = (b', "response": ', given.response, b', "error": ', given.error, b"}")
         line = b"".join((json.dumps(names).encode()[:-1], *parts))
         while True:
             try:
-                return await self.store.answer(request, line, answer.succeeded)
+                return await self.store.answer(request, line, given.succeeded)
             except _UNSTORED as error:
                 logger.error("the answer to a request of a batch waits: %s", error)
             await asyncio.sleep(_RETRY_S)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from kestrel_engine import InferenceEngine, RuntimeConfig, clock
 
-from ..batches.answering import BatchCalls
 from ..edge.call_life import CallLife
 from ..edge.methods import Methods
 from ..edge.request_streams import StreamKind
@@ -147,7 +146,7 @@ class KestrelServer(ServerParts):
         life = CallLife(*parts)
         if self.batches is not None:
             # A request may wait behind many others, until its batch expires.
-            self.batches.calls = BatchCalls(CallLife(*parts, is_limited=False))
+            self.batches.life = CallLife(*parts, is_limited=False)
         methods = Methods(
             life,
             None if reports is None else reports.trailer,

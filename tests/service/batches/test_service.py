@@ -274,7 +274,7 @@ async def two_requests(folder: Any) -> tuple[running.BatchRunner, str]:
     """A runner of a batch of two requests, and the batch."""
     store = BatchStore(BatchesConfig(path=str(folder / "batches.db")))
     runner, arriving = running.BatchRunner(store, 2, lambda: 0), tables.Arriving(ANONYMOUS)
-    runner.calls, runner.forms["/a"] = Any, Any
+    runner.life, runner.forms["/a"] = Any, Any
     await store.add_requests(arriving, [("a", b"a"), ("b", b"b")])
     return runner, (await store.start_batch(arriving, tables.NewBatch("/a")))["id"]
 
