@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from kestrel_client._pb.inference import grpc_service_pb2
-from kestrel_client._pb.kestrel.v1 import (
-    admin_service_pb2,
-    batch_service_pb2,
-    image_service_pb2,
-    model_service_pb2,
-    vision_service_pb2,
-)
-
-VISION_SERVICE: str = vision_service_pb2.DESCRIPTOR.services_by_name["VisionService"].full_name
-IMAGE_SERVICE: str = image_service_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
-MODEL_SERVICE: str = model_service_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
-BATCH_SERVICE: str = batch_service_pb2.DESCRIPTOR.services_by_name["BatchService"].full_name
-ADMIN_SERVICE: str = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-KSERVE_SERVICE: str = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+VISION_SERVICE = "kestrel.v1.VisionService"
+IMAGE_SERVICE = "kestrel.v1.ImageService"
+MODEL_SERVICE = "kestrel.v1.ModelService"
+BATCH_SERVICE = "kestrel.v1.BatchService"
+ADMIN_SERVICE = "kestrel.v1.AdminService"
+KSERVE_SERVICE = "inference.GRPCInferenceService"
 SERVICES = (
     *(VISION_SERVICE, IMAGE_SERVICE, MODEL_SERVICE),
     *(BATCH_SERVICE, ADMIN_SERVICE, KSERVE_SERVICE),
