@@ -18,37 +18,24 @@ from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_client.images.base64_images import decoded_image
 from kestrel_engine import InvalidRequest
 
-FORMATS = {
-    "BOOL": "?",
-    "INT8": "b",
-    "INT16": "h",
-    "INT32": "i",
-    "INT64": "q",
-    "UINT8": "B",
-    "UINT16": "H",
-    "UINT32": "I",
-    "UINT64": "Q",
-    "FP16": "e",
-    "FP32": "f",
-    "FP64": "d",
-}
-"""struct's letters of the datatypes with elements of a fixed size."""
 BYTES = "BYTES"
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    BYTES: "bytes_contents",
+_DATATYPES = {
+    "BOOL": ("?", "bool_contents"),
+    "INT8": ("b", "int_contents"),
+    "INT16": ("h", "int_contents"),
+    "INT32": ("i", "int_contents"),
+    "INT64": ("q", "int64_contents"),
+    "UINT8": ("B", "uint_contents"),
+    "UINT16": ("H", "uint_contents"),
+    "UINT32": ("I", "uint_contents"),
+    "UINT64": ("Q", "uint64_contents"),
+    "FP16": ("e", ""),
+    "FP32": ("f", "fp32_contents"),
+    "FP64": ("d", "fp64_contents"),
+    BYTES: ("", "bytes_contents"),
 }
-"""The field of InferTensorContents for each datatype. FP16 has none."""
+"""struct's letter of a datatype with elements of a fixed size, and its field of InferTensorContents, if it has one."""
+FORMATS = {datatype: letter for datatype, (letter, _) in _DATATYPES.items() if letter}
 _LENGTH = struct.Struct("<I")
 _MOST_DIMENSIONS = 8
 _SHARED_MEMORY = "shared_memory_region"
@@ -150,8 +137,8 @@ def _shape(shape: Sequence[int], name: str) -> tuple[int, ...]:
 
 
 def _typed(tensor: pb.ModelInferRequest.InferInputTensor) -> Sequence[Any]:
-    field = _CONTENTS.get(tensor.datatype)
-    if field is None:
+    _, field = _DATATYPES.get(tensor.datatype, ("", ""))
+    if not field:
         raise InvalidRequest(tensor.name, f"{tensor.datatype!r} must be in raw_input_contents")
     content: Sequence[Any] = getattr(tensor.contents, field)
     return content
