@@ -27,13 +27,7 @@ from .statistics import model_statistics
 from .tensors import BYTES, raw_bytes
 
 SERVER_NAME = "kestrel"
-EXTENSIONS = (
-    "binary_tensor_data",
-    "model_configuration",
-    "model_repository",
-    "parameters",
-    "statistics",
-)
+EXTENSIONS = "binary_tensor_data model_configuration model_repository parameters statistics".split()
 FINAL = "triton_final_response"
 """The parameter that marks the last response of a request."""
 _REAL_STATUS = ("triton_grpc_error", "true")

@@ -28,24 +28,10 @@ from .answers.analysis import MAX_TASKS
 
 API_VERSION = "kestrel.v1"
 
-_LIBRARIES = (
-    "torch",
-    "numpy",
-    "grpcio",
-    "protobuf",
-    "tokenizers",
-    "safetensors",
-    "pyvips",
-    "kestrel-client",
-)
+_LIBRARIES = "torch numpy grpcio protobuf tokenizers safetensors pyvips kestrel-client".split()
 _LICENSES = {"kestrel-tiny": "Apache-2.0"}
 """Licenses of this project's own weights. For other weights, and for a path, the field stays empty."""
-_STATES = {
-    State.LOADING: pb.MODEL_STATE_LOADING,
-    State.READY: pb.MODEL_STATE_READY,
-    State.FAILED: pb.MODEL_STATE_FAILED,
-    State.DRAINING: pb.MODEL_STATE_DRAINING,
-}
+_STATES = {state: pb.ModelState.Value(f"MODEL_STATE_{state.name}") for state in State}
 _FORMATS = {
     "JPEG": "jpeg",
     "PNG": "png",

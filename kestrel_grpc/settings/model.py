@@ -45,10 +45,7 @@ MOST_MODELS = 16
 _MOST_TEXT = 4096
 _MOST_SETTINGS, _MOST_KEY = 64, 64
 _PLACES = frozenset(
-    {
-        *("model_path", "tokenizer_path", "refiner", "calibration"),
-        *("cache_dir", "adapters_dir", "kernel_cache_dir"),
-    }
+    "model_path tokenizer_path refiner calibration cache_dir adapters_dir kernel_cache_dir".split()
 )
 """Fields of files and folders."""
 _NO_PLACES = (None, "auto", "off", "moondream/SegHeadRefiner")
