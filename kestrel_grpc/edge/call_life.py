@@ -97,7 +97,8 @@ class InFlight:
 
     def __enter__(self) -> None:
         self._count += 1
-        self._idle.clear()
+        if self._count == 1:
+            self._idle.clear()
 
     def __exit__(self, *exc_info: object) -> None:
         self._count -= 1

@@ -133,7 +133,8 @@ class Call:
 
     async def accept(self) -> None:
         """Sends the request's id to the caller. From then on, clients do not retry the call transparently."""
-        self.greet(self.ids)
+        if self._greeting is None:
+            self.greet(self.ids)
         await self.greeted()
 
     def greet(self, metadata: Metadata) -> None:

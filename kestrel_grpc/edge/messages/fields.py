@@ -102,8 +102,10 @@ def take_options(call: Call) -> None:
     """Gives the call the options of its message, and the id that the message chooses, if it chooses one. Raises
     InvalidRequest, ScopeMissing."""
     message = call.message  # A list of messages has no options.
-    if not (_has(message, "options") and message.HasField("options")):
+    if not _has(message, "options"):
         call.request_id = own_id(message) or call.request_id
+        return
+    if not message.HasField("options"):
         return
     options = message.options
     if options.HasField("request_id"):

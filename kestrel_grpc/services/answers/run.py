@@ -267,7 +267,7 @@ class Run:
         images: Sequence[Any],
         note: Callable[[EngineStream], Awaitable[None]] | None,
     ) -> EngineResult:
-        stream, label = await self._submit(task, request, images), label_of(request)
+        stream = await self._submit(task, request, images)
         is_late = self._is_cancelled
         try:
             if is_late:
@@ -277,6 +277,7 @@ class Run:
             if self._info is None:
                 await self.accept(stream.images, stream.seed if task.kind.generates else 0)
             if self._sender is not None and task.kind.has_updates:
+                label = label_of(request)
                 async for update in stream:
                     await self._sender.send(event_fields(update, label), task.key)
             result = await stream.result()
