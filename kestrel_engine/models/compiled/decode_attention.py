@@ -19,7 +19,13 @@ from . import few_rows, host_code
 from .host_code import LANES
 
 MORE = 2 * LANES
-"""Numbers of a line of slots or scores beyond the longest sequence: slots of the next block are read early."""
+"""Numbers of a line of slots or scores beyond the longest sequence."""
+_TOGETHER = 4
+"""Positions that are computed together."""
+_BLOCK = 32
+"""Positions that all rows go through before the next ones: the keys and values of a block stay in the caches."""
+_AHEAD = 8
+"""Positions between what is computed and what begins to be read."""
 
 
 def available(pool: Tensor) -> bool:
@@ -43,8 +49,10 @@ class DecodeAttention:
         self.keys, self.values = key_pool, value_pool
         self.newest = torch.stack([each[-1] for each in slots])
         self.lengths = torch.tensor([len(each) for each in slots])
-        padded = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)
-        self.slots = torch.nn.functional.pad(padded, (0, MORE))
+        # What is computed or read beyond a sequence's end is its newest position again.
+        self.slots = self.newest[:, None].repeat(1, int(self.lengths.max()) + MORE)
+        for line, each in zip(self.slots, slots, strict=True):
+            line[: len(each)] = each
 
     @property
     def longest(self) -> int:
@@ -94,47 +102,85 @@ class Code(host_code.Code):
         self._attend(*self._part(self._size("heads")))
 
     def _attend(self, first: Any, end: Any) -> None:
-        b, long = self._b, self._long
-        self._first, self._count = first, b.trunc(b.sub(end, first), self._word)
-        heads, rows = self._size("heads"), self._size("rows")
-        for work in (self._score, self._add_values):
+        b, long, rows = self._b, self._long, self._size("rows")
+        for work, name in ((self._score, "keys"), (self._add_values, "values")):
             with (
-                self._loop(long(0), self._size("longest"), LANES) as at,
+                self._loop(long(0), self._size("longest"), _BLOCK) as at,
                 self._loop(long(0), rows, 1) as row,
             ):
                 length = self._load("lengths", row, long)
-                block_end = b.add(at, long(LANES))
+                block_end = b.add(at, long(_BLOCK))
                 block_end = b.select(b.icmp_signed("<", length, block_end), length, block_end)
-                with self._loop(first, end, 1) as head:
-                    work(row, b.add(b.mul(row, heads), head), head, at, block_end)
-            if work == self._score:
-                with self._loop(long(0), rows, 1) as row, self._loop(first, end, 1) as head:
-                    self._softmax(row, b.add(b.mul(row, heads), head))
+                with self._loop(at, block_end, _TOGETHER) as position:
+                    places = self._places(b.add(self._line_of(row), position))
+                    with self._loop(first, end, 1) as head:
+                        found = [self._head(name, b.add(place, head)) for place in places]
+                        for place in self._places_ahead:
+                            self._fetch_head(name, b.add(place, head))
+                        line = b.add(b.mul(row, self._size("heads")), head)
+                        work(line, b.add(self._line_of(line), position), found)
+            with self._loop(long(0), rows, 1) as row, self._loop(first, end, 1) as head:
+                line = b.add(b.mul(row, self._size("heads")), head)
+                self._softmax(row, line) if name == "keys" else self._normalise(line)
 
-    def _score(self, row: Any, line: Any, head: Any, at: Any, end: Any) -> None:
-        """Products of a query with the keys of a block of positions. ``line``: the row's head."""
-        b = self._b
-        scores = self._line_of(line)
-        lowest = self._ir.Constant(self._floats, [-math.inf] * LANES)
-        b.store(lowest, self._at("scores", b.add(scores, at), self._float), align=4)
+    def _places(self, at: Any) -> list[Any]:
+        """Where the heads begin at the positions that are computed together, whose first slot is ``at``. Those that
+        follow begin to be read."""
+        b, heads = self._b, self._size("heads")
+        now, self._places_ahead = (
+            [
+                b.mul(self._load("slots", b.add(at, self._long(start + i)), self._long), heads)
+                for i in range(_TOGETHER)
+            ]
+            for start in (0, _AHEAD)
+        )
+        return now
+
+    def _score(self, line: Any, scores: Any, keys: list[list[Any]]) -> None:
+        """Products of a query with keys. ``line``: the row's head. ``scores``: where the first one's score is."""
+        b, totals = self._b, []
         scale = self._splat(self._float(self._size_of_head**-0.5))
         q = [b.fmul(x, scale) for x in self._head("q", line)]
-        with self._loop(at, end, 1) as position:
+        for key in keys:
             total = self._ir.Constant(self._floats, None)
-            for x, k in zip(q, self._at_position("keys", row, head, position), strict=True):
+            for x, k in zip(q, key, strict=True):
                 total = self._fma(x, k, total)
-            place = self._at("scores", b.add(scores, position), self._float)
-            b.store(self._sum(total), place)
+            totals.append(total)
+        x, y = (self._folded(totals[i], totals[i + 1], 8) for i in (0, 2))
+        total = self._folded(x, y, 4)
+        for width in (2, 1):
+            total = self._folded(total, total, width)
+        four = self._ir.Constant(self._vector(self._word, _TOGETHER), [*range(_TOGETHER)])
+        b.store(
+            b.shuffle_vector(total, total, four), self._at("scores", scores, self._float), align=4
+        )
+
+    def _folded(self, x: Any, y: Any, width: int) -> Any:
+        """The sums of each ``width`` numbers of two vectors and the ``width`` that follow them."""
+        b = self._b
+        low = [i for i in range(2 * LANES) if i // width % 2 == 0]
+        parts = (
+            b.shuffle_vector(x, y, self._ir.Constant(self._words, places))
+            for places in (low, [i + width for i in low])
+        )
+        return b.fadd(*parts)
 
     def _softmax(self, row: Any, line: Any) -> None:
+        """Writes a row's exponentials over its scores, and one over their sum behind them."""
         b, long = self._b, self._long
         begin = self._line_of(line)
         end = b.add(begin, self._load("lengths", row, long))
+        lanes = self._ir.Constant(self._words, list(range(LANES)))
+        lowest = self._splat(self._float(-math.inf))
         largest = self._known("llvm.vector.reduce.fmax.v16f32", self._float, self._floats)
         top, total = self._variable(self._floats), self._variable(self._floats)
-        b.store(self._load("scores", begin, self._floats), top)
+        b.store(lowest, top)
         with self._loop(begin, end, LANES) as at:
-            x, most = self._load("scores", at, self._floats), b.load(top, typ=self._floats)
+            left = self._splat(b.trunc(b.sub(end, at), self._word))
+            x = self._load("scores", at, self._floats)
+            x = b.select(b.icmp_signed("<", lanes, left), x, lowest)
+            b.store(x, self._at("scores", at, self._float), align=4)
+            most = b.load(top, typ=self._floats)
             b.store(b.select(b.fcmp_ordered(">", x, most), x, most), top)
         most = self._splat(b.call(largest, [b.load(top, typ=self._floats)]))
         with self._loop(begin, end, LANES) as at:
@@ -142,61 +188,45 @@ class Code(host_code.Code):
             b.store(x, self._at("scores", at, self._float), align=4)
             b.store(b.fadd(b.load(total, typ=self._floats), x), total)
         inverse = b.fdiv(self._float(1.0), self._sum(b.load(total, typ=self._floats)))
-        with self._loop(begin, end, LANES) as at:
-            x = b.fmul(self._load("scores", at, self._floats), self._splat(inverse))
-            b.store(x, self._at("scores", at, self._float), align=4)
+        b.store(inverse, self._at("scores", self._last_of(line), self._float))
 
-    def _add_values(self, row: Any, line: Any, head: Any, at: Any, end: Any) -> None:
+    def _add_values(self, line: Any, scores: Any, values: list[list[Any]]) -> None:
         b = self._b
-        scores = self._line_of(line)
-        count = self._size_of_head // LANES
-        places = [
-            self._at(
-                "out",
-                b.add(b.mul(line, self._long(self._size_of_head)), self._long(i * LANES)),
-                self._float,
-            )
-            for i in range(count)
+        weights = [
+            self._splat(self._load("scores", b.add(scores, self._long(i)), self._float))
+            for i in range(_TOGETHER)
         ]
-        totals = [self._variable(self._floats) for _ in range(count)]
-        for total, place in zip(totals, places, strict=True):
-            b.store(b.load(place, typ=self._floats, align=4), total)
-        with self._loop(at, end, 1) as position:
-            weight = self._splat(self._load("scores", b.add(scores, position), self._float))
-            for total, v in zip(
-                totals, self._at_position("values", row, head, position), strict=True
-            ):
-                b.store(self._fma(weight, v, b.load(total, typ=self._floats)), total)
-        for total, place in zip(totals, places, strict=True):
-            b.store(b.load(total, typ=self._floats), place, align=4)
+        for i, place in enumerate(self._outs(line)):
+            total = b.load(place, typ=self._floats, align=4)
+            for weight, value in zip(weights, values, strict=True):
+                total = self._fma(weight, value[i], total)
+            b.store(total, place, align=4)
+
+    def _normalise(self, line: Any) -> None:
+        b = self._b
+        inverse = self._splat(self._load("scores", self._last_of(line), self._float))
+        for place in self._outs(line):
+            b.store(b.fmul(b.load(place, typ=self._floats, align=4), inverse), place, align=4)
+
+    def _outs(self, line: Any) -> list[Any]:
+        """Where the vectors of a row's head are in ``out``."""
+        begin = self._b.mul(line, self._long(self._size_of_head))
+        return [
+            self._at("out", self._b.add(begin, self._long(i)), self._float)
+            for i in range(0, self._size_of_head, LANES)
+        ]
 
     def _line_of(self, line: Any) -> Any:
-        """Where the scores of a row's head begin, or the slots of a row. There are more than positions, because whole
-        vectors of scores are read, and slots before their turn."""
+        """Where the scores of a row's head begin, or the slots of a row."""
         return self._b.mul(line, self._b.add(self._size("longest"), self._long(MORE)))
 
-    def _at_position(self, name: str, row: Any, head: Any, position: Any) -> list[Any]:
-        """The key or the value at a position. Begins to read those of the next block, in their order in memory: the
-        heads of this thread at a position, then at the next one."""
-        b, long, line = self._b, self._long, self._line_of(row)
-        within = b.and_(position, long(LANES - 1))
-        done = b.add(b.mul(b.sub(head, self._first), long(LANES)), within)
-        done = b.trunc(done, self._word)
-        ahead, its = (
-            b.zext(n, long) for n in (b.udiv(done, self._count), b.urem(done, self._count))
-        )
-        block = b.add(line, b.add(b.sub(position, within), long(LANES)))
-        now, later = (
-            b.add(b.mul(self._load("slots", place, long), self._size("heads")), each)
-            for place, each in (
-                (b.add(line, position), head),
-                (b.add(block, ahead), b.add(self._first, its)),
-            )
-        )
+    def _last_of(self, line: Any) -> Any:
+        return self._b.sub(self._line_of(self._b.add(line, self._long(1))), self._long(1))
+
+    def _fetch_head(self, name: str, line: Any) -> None:
         for i in range(0, self._size_of_head, 32):
-            number = b.add(b.mul(later, long(self._size_of_head)), long(i))
+            number = self._b.add(self._b.mul(line, self._long(self._size_of_head)), self._long(i))
             self._fetch(name, number, self._half)
-        return self._head(name, now)
 
     def _head(self, name: str, line: Any) -> list[Any]:
         """The numbers of a head, as floats."""
