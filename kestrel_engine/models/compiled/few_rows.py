@@ -35,7 +35,8 @@ SMALL = 1 << 18
 _AT_ONCE = 4
 """Rows of W in bfloat16 that a thread multiplies with several rows of x. It then reads x less often from its caches."""
 _AHEAD = 3072
-"""Bytes between what is multiplied and what begins to be read, of weights in blocks."""
+"""Bytes between what is multiplied and what begins to be read, of weights in blocks: twice as many for more than two
+rows, which multiply while memory is read."""
 _GROUPS = (128, 64)
 """Of ``x`` beside int8: the first that divides K. Beside int4, the weight's own groups are used."""
 
@@ -174,6 +175,7 @@ class Code(host_code.Code):
         # Fewer registers hold the sums of one row of W only.
         several = _AT_ONCE if rows > 1 and features.get("avx512f") else 1
         self._at_once = several if form == "bf16" else LANES
+        self._ahead = _AHEAD if rows <= 2 else 2 * _AHEAD
         self._has_bf16 = bool(features.get("avx512bf16"))
         self._has_int8 = _int8_width(features)
 
@@ -318,7 +320,7 @@ class Code(host_code.Code):
     def _next_weights(self, at: Any) -> Any:
         """Reads 64 bytes of W, and begins to read what follows. LLVM moves no product across the latter: it would make
         long chains of sums, each of which waits for the one before."""
-        self._fetch("weight", self._b.add(at, self._long(_AHEAD)), self._byte)
+        self._fetch("weight", self._b.add(at, self._long(self._ahead)), self._byte)
         return self._load("weight", at, self._vector(self._byte, 64))
 
     def _add_dots(self, whole: list[Any], w: Any, column: Any) -> None:
