@@ -122,7 +122,11 @@ def _places(
         label, word = table["labels"][number], q.WORDS[end][0]
         why = read(rng, f"{domain} label reasoned", ways, label, e=word)
         there = said.removeprefix("the "), (centre(boxes[number]),)
-        asks.append(replace(why, skill="reasoning", steps=(there,)))
+        # A slice is named by the legend's spot of its colour.
+        spots = [
+            (key, (centre(spot),)) for key, spot in shown.keys if kind == "pie" and key == label
+        ]
+        asks.append(replace(why, skill="reasoning", steps=(there, *spots)))
     number = rng.randrange(len(boxes))
     box, label = boxes[number], table["labels"][number]
     value = q.readable(values[number])
