@@ -17,3 +17,12 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def has_ipv6() -> bool:
+    """Whether this machine's loopback has IPv6. Many containers have none."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

@@ -25,10 +25,15 @@ from kestrel_grpc.security.connections.connection_guard import (
     Reason,
 )
 from kestrel_grpc.settings.security import ConnectionLimits, SecurityConfig
+from tests.ports import has_ipv6
 from tests.waiting import until
 
 MESSAGE = 40 * 2**20
 linux = pytest.mark.skipif(not AcceptedSockets.can_look(), reason="needs /proc")
+
+
+def ipv6(value):
+    return pytest.param(value, marks=pytest.mark.skipif(not has_ipv6(), reason="needs IPv6"))
 
 
 class Table:
@@ -240,7 +245,7 @@ async def test_a_system_that_shows_no_connections_has_no_guard(caplog):
 
 
 @linux
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", ipv6("::1")])
 def test_accepted_sockets_are_found_measured_and_ended(host):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
@@ -273,7 +278,7 @@ def test_accepted_sockets_are_found_measured_and_ended(host):
 
 
 @linux
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "[::]:0"])
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", ipv6("[::1]:0"), ipv6("[::]:0")])
 async def test_grpc_names_peers_as_the_guard_does(serve, listen):
     security = SecurityConfig(insecure_listen=True)
     served = await serve(listen=listen, server_config={"security": security})
