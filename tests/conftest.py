@@ -159,6 +159,15 @@ async def moved_clock() -> AsyncIterator[clock.MovedClock]:
 
 
 @pytest.fixture
+def wall(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of day stands at ten o'clock until the test changes the one item, the seconds since 1970. Otherwise a
+    budget's day or minute could end while the test runs."""
+    now = [10 * 3600.0]
+    monkeypatch.setattr(clock.clock, "wall", lambda: now[0])
+    return now
+
+
+@pytest.fixture
 def checked_addresses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails tests whose interpreted kernels access what their arguments do not cover."""
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -4,7 +4,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 
 
-async def test_one_budget_for_all_protocols(http):
+async def test_one_budget_for_all_protocols(wall, http):
     calls = CallLimits(token_budget="day=100")
     served, client = await http(server_config={"security": SecurityConfig(calls=calls)})
     task = pb.QueryTask(question="x" * 60, max_tokens=20)

@@ -373,7 +373,7 @@ async def test_an_off_peak_batch_waits_until_nobody_calls(
     assert len(await batches.results(third.batch_id)) == 1
 
 
-async def test_what_a_batch_takes_is_its_callers_usage(serve, tmp_path):
+async def test_what_a_batch_takes_is_its_callers_usage(wall, serve, tmp_path):
     tokens = TokenFile(tmp_path / "tokens")
     one, other = tokens.add("one"), tokens.add("other")
     (tmp_path / "usage").mkdir()

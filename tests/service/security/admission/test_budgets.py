@@ -9,7 +9,6 @@ import pytest
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import ConfigError, EngineMetrics, TokenEstimate, clock
 from kestrel_grpc.security import budget_ledger
-from kestrel_grpc.security.admission import budgets as room
 from kestrel_grpc.security.admission.budgets import BudgetExceeded, Budgets
 from kestrel_grpc.security.budget_ledger import BudgetLedger, _process
 from kestrel_grpc.security.identity.principal import Principal, Scope
@@ -27,13 +26,6 @@ from tests.waiting import until
 
 ANN = Principal("ann", frozenset({Scope.INFER}))
 HOUR = 3600.0
-
-
-@pytest.fixture
-def wall(monkeypatch):
-    now = [10 * HOUR]
-    monkeypatch.setattr(room.clock, "wall", lambda: now[0])
-    return now
 
 
 def budgets(text):
@@ -262,7 +254,7 @@ async def held_server(serve, budget, **options):
     return served
 
 
-async def test_many_calls_at_the_edge_of_a_budget(serve):
+async def test_many_calls_at_the_edge_of_a_budget(wall, serve):
     """The sum of what is used and reserved never exceeds the budget, and unused tokens come back."""
     served = await held_server(serve, "day=1000")
     count = await served.vision.CountTokens(
@@ -289,7 +281,7 @@ async def test_many_calls_at_the_edge_of_a_budget(serve):
     assert used <= account.windows["day"].used < 1000 - (fitting - 2) * 50
 
 
-async def test_a_refused_image_costs_nothing_and_an_unscheduled_request_neither(serve):
+async def test_a_refused_image_costs_nothing_and_an_unscheduled_request_neither(wall, serve):
     served = await held_server(serve, "day=100000")
     broken = query(5)
     broken.images.add(encoded=b"no image")
