@@ -9,33 +9,21 @@ from .. import __version__
 
 _HERE = entries(
     __package__,
-    {
-        "serve": {
-            "serve": ("serve", "serve a model over gRPC"),
-            "cluster": ("cluster.command", "serve on a Ray cluster: start, upgrade, list, end"),
-        },
-        "operate": {
-            "doctor": ("operation.doctor", "check whether this machine can serve as configured"),
-            "download": ("weights.download", "download a model's files before serving"),
-            "compile": (
-                "weights.compile_kernels",
-                "compile kernels ahead, on a machine without a GPU",
-            ),
-            "verify": ("weights.verify", "check a model's files and its answers"),
-            "models": (
-                "weights.models",
-                "list a server's models; list or remove downloaded models",
-            ),
-            "token": (
-                "operation.token",
-                "create a token and its line for the file of --auth-tokens",
-            ),
-        },
-        "teach": {
-            "train": ("weights.train", "fit an adapter (LoRA) to labelled images"),
-            "calibrate": ("weights.calibrate", "fit the scores of a model to labelled images"),
-        },
-    },
+    """
+serve
+    serve      serve                    serve a model over gRPC
+    cluster    cluster.command          serve on a Ray cluster: start, upgrade, list, end
+operate
+    doctor     operation.doctor         check whether this machine can serve as configured
+    download   weights.download         download a model's files before serving
+    compile    weights.compile_kernels  compile kernels ahead, on a machine without a GPU
+    verify     weights.verify           check a model's files and its answers
+    models     weights.models           list a server's models; list or remove downloaded models
+    token      operation.token          create a token and its line for the file of --auth-tokens
+teach
+    train      weights.train            fit an adapter (LoRA) to labelled images
+    calibrate  weights.calibrate        fit the scores of a model to labelled images
+""",
 )
 _DEMO = CommandEntry(
     "kestrel_client.commands.demo",

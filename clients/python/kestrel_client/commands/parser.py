@@ -190,15 +190,19 @@ class CommandEntry(NamedTuple):
     summary: str
 
 
-def entries(
-    package: str, table: Mapping[str, Mapping[str, tuple[str, str]]]
-) -> dict[str, CommandEntry]:
-    """The commands of a table of groups, whose modules are in ``package``."""
-    return {
-        name: CommandEntry(f"{package}.{module}", group, summary)
-        for group, commands in table.items()
-        for name, (module, summary) in commands.items()
-    }
+def entries(package: str, table: str) -> dict[str, CommandEntry]:
+    """The commands of a table. A line has a group, or the name of one of its commands, the command's module in
+    ``package``, and the summary."""
+    found: dict[str, CommandEntry] = {}
+    group = ""
+    for line in table.strip().splitlines():
+        name, *rest = line.split(maxsplit=2)
+        if rest:
+            module, summary = rest
+            found[name] = CommandEntry(f"{package}.{module}", group, summary)
+        else:
+            group = name
+    return found
 
 
 @dataclass(frozen=True, slots=True)
