@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from ..checkpoint.open import OpenedModel
     from ..kernels.kernel_cache import CompileMeter
     from ..models.refiner import Refiner
-    from ..runtime.gpu.adapters.layout import SlabLayout
     from .early_kernels import EarlyKernels
 
 logger = logging.getLogger(__name__)
@@ -237,7 +236,9 @@ def _plan(
     scales = kv_scales_of(config, opened, device, dtype, kernels)
     slabs = None
     if kernels and adapted:
-        slabs = _slab_layout(model, dtype, device)
+        from ..runtime.gpu.adapters.layout import SlabLayout
+
+        slabs = SlabLayout(model, dtype, device)
     narrow = narrow_of(config, device, kernels)
     return Plan(
         config,
@@ -398,9 +399,3 @@ def _adapter_library(origins: Origins, plan: Plan) -> AdapterLibrary:
         packer=plan.slabs,
         upload=upload,
     )
-
-
-def _slab_layout(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> SlabLayout:
-    from ..runtime.gpu.adapters.layout import SlabLayout
-
-    return SlabLayout(model, dtype, device)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..linear.gelu import gelu_tanh
-from .slabs import MOST_SLABS, RANKS, RowSlabs
+from .slabs import MOST_SLABS, RANKS, RowSlabs, slabs_of
 
 _RANKS = tl.constexpr(RANKS)
 _WIDTH = tl.constexpr(RANKS * MOST_SLABS)
@@ -28,16 +28,6 @@ def num_parts(inputs: int) -> int:
     return -(-inputs // INPUTS_A_PART)
 
 
-@triton.jit
-def _span(slab_first, slab_count, row, there):
-    """Returns the first slab and the number of slabs of each row, and the range of slabs that the tile's rows use."""
-    first = tl.load(slab_first + row, mask=there, other=0)
-    count = tl.load(slab_count + row, mask=there, other=0)
-    end = tl.max(tl.where(count > 0, first + count, 0), 0)
-    begin = tl.min(tl.where(count > 0, first, end), 0)
-    return first, count, begin, end
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x, parts, anchor, slabs, slab_first, slab_count, num_rows, inputs, x_stride, parts_stride, a_at,
@@ -45,7 +35,7 @@ def _shrink_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < num_rows
-    first, count, begin, end = _span(slab_first, slab_count, row, there)
+    first, count, begin, end = slabs_of(slab_first, slab_count, row, there)
     rank = tl.arange(0, _RANKS)
     at_k = tl.arange(0, BLOCK_K)
     from_k = tl.program_id(1) * PART
@@ -79,7 +69,7 @@ def _expand_kernel(
     there = row < num_rows
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < columns
-    first, count, begin, end = _span(slab_first, slab_count, row, there)
+    first, count, begin, end = slabs_of(slab_first, slab_count, row, there)
     rank = tl.arange(0, _RANKS)
     if GELU or begin < end:
         at = y + row.to(tl.int64)[:, None] * y_stride + column[None, :]
