@@ -33,10 +33,8 @@ _DTYPES = {
     pb.EMBEDDING_DTYPE_FLOAT32: "float32",
     pb.EMBEDDING_DTYPE_FLOAT16: "float16",
 }
-_NAMES = {
-    np.dtype("float32"): pb.EMBEDDING_DTYPE_FLOAT32,
-    np.dtype("float16"): pb.EMBEDDING_DTYPE_FLOAT16,
-}
+_NAMES = {np.dtype(name): number for number, name in _DTYPES.items()}
+"""Of two numbers of a type, the last one."""
 _WHOLE = (0.0, 0.0, 1.0, 1.0)
 
 

@@ -13,6 +13,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, Request, Tiles
 
 from ...edge.messages.fields import in_range, known_value, meant_float
+from .json_values import CAPTION_LENGTHS, REFINEMENTS
 
 MAX_NAMES = 256
 MAX_SAMPLES = 16
@@ -21,16 +22,13 @@ FACE = "face"
 """The name by which faces are found."""
 EDGES = ("x_min", "y_min", "x_max", "y_max")
 
-_LENGTHS = {
+_LENGTHS: dict[Any, str] = {
     pb.CAPTION_LENGTH_UNSPECIFIED: "normal",
-    pb.CAPTION_LENGTH_SHORT: "short",
-    pb.CAPTION_LENGTH_NORMAL: "normal",
-    pb.CAPTION_LENGTH_LONG: "long",
+    **{number: name for name, number in CAPTION_LENGTHS.items()},
 }
 _REFINEMENTS: dict[Any, dict[str, bool]] = {
     pb.REFINEMENT_UNSPECIFIED: {},
-    pb.REFINEMENT_NONE: {"refine": False},
-    pb.REFINEMENT_REQUIRED: {"refine": True},
+    **{number: {"refine": refine} for refine, number in REFINEMENTS.items()},
 }
 _MASKS = {number: number for number in pb.MaskFormat.values()}
 
