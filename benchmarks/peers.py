@@ -1,4 +1,4 @@
-"""Compares decoding and prefill on this CPU with llama.cpp's, in one run: the text decoder of Moondream 2's shape.
+"""Compares decoding and prefill on this CPU with other programs', in one run: the text decoder of Moondream 2's shape.
 
 python -m benchmarks.peers --folder out/peers --formats Q8_0 --json F
 
@@ -7,7 +7,8 @@ file of made-up weights for each format. llama.cpp knows the shape as phi2. The 
 processes with as many threads; the best round of each counts. Our precisions have about as many bits a weight. Both
 sides need their memory at the same time: about 7 GB in bfloat16.
 
-Moondream's own torch code is not a peer here: it is in no package index.
+The format "torch" is Moondream's own torch code in bfloat16, not compiled. It is in no package index: give a clone's
+folder with --moondream, or git clones it into FOLDER/moondream.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from .reports.program import Flag, Program
 from .reports.report import Report
 
 PACKAGES = ("llama-cpp-python==0.3.36", "gguf==0.17.1")
-PRECISIONS = {"BF16": "bfloat16", "Q8_0": "int8", "Q4_0": "int4"}
+MOONDREAM = ("https://github.com/vikhyat/moondream", "44146f139242dacdf7c02b799e68097424a31036")
+PRECISIONS = {"BF16": "bfloat16", "Q8_0": "int8", "Q4_0": "int4", "torch": "bfloat16"}
 PROGRAM = Program(
     "peers",
     __doc__,
@@ -44,7 +46,13 @@ PROGRAM = Program(
         None,
         "a folder with the peers; without it, they are installed into FOLDER/packages",
     ),
-    Flag("--formats", tuple(PRECISIONS), "llama.cpp's types of weights", choices=[*PRECISIONS]),
+    Flag("--moondream", None, "a clone of Moondream's own code; without it, git fetches one"),
+    Flag(
+        "--formats",
+        tuple(PRECISIONS),
+        "llama.cpp's types of weights, or torch",
+        choices=[*PRECISIONS],
+    ),
     Flag("--positions", 741, "of a prompt: an image and a question", quick=32),
     Flag("--steps", 24, "steps of one row after the prompt", quick=2),
     Flag("--rounds", 3, "times that each side computes", quick=1),
@@ -66,6 +74,35 @@ for line in sys.stdin:
     for token in range(steps):
         model.eval([500 + token])
     print(json.dumps([read - began, (time.perf_counter() - read) / steps]), flush=True)
+"""
+TORCH_PEER = """
+import json, sys, time, torch
+path, positions, steps, threads = sys.argv[1], *map(int, sys.argv[2:])
+sys.path.insert(0, path)
+from moondream.torch.config import TextConfig
+from moondream.torch.moondream import KVCache
+from moondream.torch.text import build_text_model, lm_head, text_decoder, text_encoder
+torch.set_num_threads(threads)
+config = TextConfig()
+sizes = config.n_heads, config.n_kv_heads, config.max_context, config.dim
+with torch.inference_mode():
+    text = build_text_model(config, torch.bfloat16)
+    text.wte.normal_(std=0.02)
+    for block in text.blocks:
+        block.kv_cache = KVCache(*sizes, "cpu", torch.bfloat16)
+    mask = torch.ones(1, 1, config.max_context, config.max_context, dtype=torch.bool).tril()
+    def run(ids, begin):
+        end = begin + len(ids)
+        x = text_encoder(torch.tensor([ids]), text)
+        return lm_head(text_decoder(x, text, mask[:, :, begin:end], torch.arange(begin, end), config, None), text)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        run(json.loads(line), 0)
+        read = time.perf_counter()
+        for step in range(steps):
+            run([500 + step], positions + step)
+        print(json.dumps([read - began, (time.perf_counter() - read) / steps]), flush=True)
 """
 
 
@@ -148,19 +185,33 @@ def write_gguf(path: str, kind: str) -> None:
     writer.close()
 
 
-@contextmanager
-def peer(
-    folder: Path, environ: dict[str, str], kind: str, *sizes: int
-) -> Iterator[subprocess.Popen[str]]:
-    """A process of llama.cpp that answers each line of token ids with its seconds. ``sizes``: positions, steps and
-    threads."""
+def clone(folder: Path, given: str | None) -> Path:
+    """Returns the folder with Moondream's own code: ``given``, or a clone in ``folder``."""
+    found, (address, commit) = folder / "moondream", MOONDREAM
+    if given is None and not found.is_dir():
+        subprocess.run(["git", "clone", "-q", address, str(found)], check=True)
+        subprocess.run(["git", "-C", str(found), "checkout", "-q", commit], check=True)
+    return found if given is None else Path(given).resolve()
+
+
+def gguf_file(folder: Path, environ: dict[str, str], kind: str) -> Path:
+    """Returns the file of made-up weights for llama.cpp, which is made once."""
     file = folder / f"{kind}.gguf"
     if not file.exists():
         made = file.with_suffix(".part")
         write = f"from benchmarks.peers import *; write_gguf({str(made)!r}, {kind!r})"
         subprocess.run([sys.executable, "-c", write], check=True, env=environ)
         made.replace(file)
-    command = [sys.executable, "-c", PEER, str(file), *map(str, sizes)]
+    return file
+
+
+@contextmanager
+def peer(
+    code: str, path: Path, environ: dict[str, str], *sizes: int
+) -> Iterator[subprocess.Popen[str]]:
+    """A process of ``code`` that answers each line of token ids with its seconds. ``path``: what it loads. ``sizes``:
+    positions, steps and threads."""
+    command = [sys.executable, "-c", code, str(path), *map(str, sizes)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ) as process:
         try:
@@ -188,16 +239,22 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     with PROGRAM.reporting(arguments) as (args, _, report):
         folder = Path(args.folder).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        environ = fetch(folder, Path(args.packages).resolve() if args.packages else None)
         ids = [(i * 37) % 50_000 + FIRST_TEXT_ID for i in range(args.positions)]
         for kind in args.formats:
             flags = "--model moondream2 --random-weights --device cpu --max-batch-size 1"
             flags += f" --precision {PRECISIONS[kind]} --threads {args.threads}"
             config = model_arguments(flags.split())
             sizes = args.positions, args.steps, args.threads
+            if kind == "torch":
+                name, environ = "Moondream's torch code", dict(os.environ)
+                code, path = TORCH_PEER, clone(folder, args.moondream)
+            else:
+                name = f"llama.cpp {kind}"
+                environ = fetch(folder, Path(args.packages).resolve() if args.packages else None)
+                code, path = PEER, gguf_file(folder, environ, kind)
             best, of_peer = Best(), Best()
             with opened_model(config) as opened:
-                with peer(folder, environ, kind, *sizes) as process:
+                with peer(code, path, environ, *sizes) as process:
                     assert process.stdin is not None and process.stdout is not None
                     ours(opened, ids[:32], 2)
                     for _ in range(args.rounds):
@@ -205,15 +262,15 @@ def main(arguments: Sequence[str] | None = None) -> Report:
                         process.stdin.write(json.dumps(ids) + "\n")
                         process.stdin.flush()
                         of_peer = of_peer.and_(*json.loads(process.stdout.readline()))
-            for side, found in ((PRECISIONS[kind], best), (f"llama.cpp {kind}", of_peer)):
+            for side, found in ((PRECISIONS[kind], best), (name, of_peer)):
                 report.add(
                     f"A prompt of {args.positions} positions, then one row; {args.threads} threads",
                     {
                         "side": side,
                         "prompt s": found.prompt_s,
                         "tokens/s": 1 / found.token_s,
-                        "prompt, of llama.cpp's": found.prompt_s / of_peer.prompt_s,
-                        "rate, of llama.cpp's": of_peer.token_s / found.token_s,
+                        "prompt, of the peer's": found.prompt_s / of_peer.prompt_s,
+                        "rate, of the peer's": of_peer.token_s / found.token_s,
                     },
                 )
     return report
