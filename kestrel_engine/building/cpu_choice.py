@@ -85,18 +85,31 @@ def _precision(opened: OpenedModel) -> str:
 
 
 def quota(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Returns the processors whose time the control groups (version 2) allow, rounded up; None without a limit."""
+    """Returns the processors whose time the control groups (version 1 or 2) allow, rounded up; None without a limit."""
     found = []
     try:
-        group = (proc / "self/cgroup").read_text("utf-8").rpartition("0::/")[2].strip()
-        own = cgroups / group
-        for folder in (own, *own.parents):
-            # In a container, the path may be the host's, which is not mounted.
-            if (limits := folder / "cpu.max").is_file():
-                time, period = limits.read_text("ascii").split()
-                found += [] if time == "max" else [-(-int(time) // int(period))]
-            if folder == cgroups:
-                break
+        for line in (proc / "self/cgroup").read_text("utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            base = cgroups / "cpu" if controllers else cgroups
+            own = base / group.lstrip("/")
+            for folder in (own, *own.parents):
+                # In a container, the path may be the host's, which is not mounted.
+                if (limit := _processors(folder)) is not None:
+                    found.append(limit)
+                if folder == base:
+                    break
     except (OSError, ValueError):
         return None
     return max(1, min(found)) if found else None
+
+
+def _processors(group: Path) -> int | None:
+    if (limits := group / "cpu.max").is_file():
+        time, period = limits.read_text("ascii").split()
+    elif (limit := group / "cpu.cfs_quota_us").is_file():
+        time, period = limit.read_text("ascii"), (group / "cpu.cfs_period_us").read_text("ascii")
+    else:
+        return None
+    return None if time.strip() in ("max", "-1") else -(-int(time) // int(period))

@@ -75,3 +75,17 @@ def test_a_quota_of_processor_time_limits_the_threads(tmp_path, own, above, foun
     (group.parent / "cpu.max").write_text(above)
     assert quota(proc=tmp_path, cgroups=tmp_path / "cgroups") == found
     assert quota(proc=tmp_path / "none", cgroups=tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "above", "found"), [(-1, -1, None), (250000, 100000, 1), (150000, -1, 2)]
+)
+def test_a_quota_of_version_1_limits_them_too(tmp_path, own, above, found):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("4:cpuset:/x\n3:cpu,cpuacct:/pod/box\n0::/y\n")
+    group = tmp_path / "cgroups/cpu/pod/box"
+    group.mkdir(parents=True)
+    for folder, limit in ((group, own), (group.parent, above)):
+        (folder / "cpu.cfs_quota_us").write_text(f"{limit}\n")
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota(proc=tmp_path, cgroups=tmp_path / "cgroups") == found
