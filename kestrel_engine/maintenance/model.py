@@ -225,7 +225,7 @@ _LARGE_BYTES = 96 * 2**20
 """Of a weight for one row: more than caches hold."""
 _EFFICIENCY = 0.75
 """Of prompts and images, as a share of their products' speed: attention and norms take the rest."""
-_MEASURED_S = 0.2
+_MEASURED_S = 0.1
 _PROMPT = 16
 """Positions of a prompt besides the image's."""
 
