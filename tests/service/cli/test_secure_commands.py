@@ -20,9 +20,9 @@ def admin_token():
     return new_token()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served(tmp_path_factory, server_pair, token, admin_token):
-    """The address of a server with TLS and two tokens, on all addresses."""
+    """The address of a server with TLS and two tokens, on all addresses. A test may drain it."""
     path = tmp_path_factory.mktemp("tokens") / "tokens"
     lines = line_of("camera", [Scope.INFER], token), line_of("ops", [Scope.ADMIN], admin_token)
     path.write_text("\n".join(lines))
