@@ -33,6 +33,7 @@ async def test_one_question_about_all_images(kestrel, tmp_path):
     status, told, _ = await kestrel(*words, "--together", "--json")
     together = json.loads(told)
     assert status == 0 and len(together["images"]) == 2
+    assert together["image"] == f"{small}, {small}"
     _, told, _ = await kestrel(*words, "--json")
     alone = [json.loads(line) for line in told.splitlines()]
     positions = alone[0]["images"][0]["positions"]

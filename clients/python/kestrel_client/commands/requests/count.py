@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def run(args: argparse.Namespace) -> int:
     tasks = tasks_of(args)
     inputs: list[Input | None] = [*open_inputs(image_names(args))] or [None]
+    together = ", ".join(each.name for each in inputs if each is not None)
     if args.together:
         (question,) = tasks if len(tasks) == 1 else (None,)
         if not isinstance(question, QueryTask):
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     def count(client: KestrelClient, image: Input | None) -> bool:
         source = None if image is None else image.source
         counted = client.count_tokens(source, tasks, **request_options(args))
-        name = "" if image is None else image.name
+        name = together if args.together else "" if image is None else image.name
         if args.json:
             print_json({"image": name, **counted.to_dict()})
         else:
