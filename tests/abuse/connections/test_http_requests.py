@@ -52,10 +52,9 @@ async def test_bodies_that_wait_for_memory_are_not_read(http, monkeypatch):
     writers = [(await connect(served))[1] for _ in range(16)]
     for writer in writers:
         writer.write(CHUNKED + b"\r\n" + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 30)
-    opened = served.server._opened.http._connections._open
+    connections = served.server._opened.http._servers[0][0].server_state.connections
 
     def all_paused():
-        connections = [transport.get_protocol().connection for _, transport in opened.values()]
         found = [each for each in connections if each.cycle and each.flow.read_paused]
         return found if len(found) >= len(writers) - 1 else None
 
