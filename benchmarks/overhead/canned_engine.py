@@ -68,10 +68,6 @@ class _Request:
     def aborted(self) -> bool:
         return bool(self.aborts)
 
-    @property
-    def has_image(self) -> bool:
-        return bool(self.stream.images)
-
 
 _Delivery = tuple[_Request, list[tuple[int, StreamUpdate]], EngineResult | None]
 """A request, its new updates, and its result if it has ended."""
@@ -245,16 +241,17 @@ def _result(request: _Request, model: str) -> EngineResult:
 
 
 def _request_event(request: _Request, metrics: EngineMetrics) -> RequestEvent:
+    has_image = bool(request.stream.images)
     return RequestEvent(
         request_id=request.stream.request_id,
         skill=request.skill,
         finish_reason="length",
         error="",
         metrics=metrics,
-        image_size=IMAGE_SIZE if request.has_image else None,
-        num_crops=int(request.has_image),
+        image_size=IMAGE_SIZE if has_image else None,
+        num_crops=int(has_image),
         accepted_at=request.accepted_at,
-        prepared_at=request.accepted_at if request.has_image else None,
+        prepared_at=request.accepted_at if has_image else None,
         scheduled_at=request.scheduled_at,
         first_token_at=request.first_token_at,
         finished_at=time.monotonic(),

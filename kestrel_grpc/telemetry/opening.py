@@ -121,7 +121,11 @@ class Telemetry:
             self._tell("on_message", self._tracing, call)
 
     def end(self, call: Call) -> None:
-        self._tell("on_call", self._metrics, call)
+        try:
+            if self._metrics is not None:
+                self._metrics.on_call(call)
+        except Exception:
+            self._complain("on_call")
         if self._tracing is not None:
             self._tell("end", self._tracing, call)
 
@@ -135,7 +139,11 @@ class Telemetry:
         """``info``: of the engine of a model that is not the default."""
         if self._counts:
             span = None if self._exemplars is None else self._exemplars.span_of_request(event)
-            self._tell("on_request", self._metrics, event, info and info.model, span)
+            try:
+                if self._metrics is not None:
+                    self._metrics.on_request(event, None if info is None else info.model, span)
+            except Exception:
+                self._complain("on_request")
             if self._tracing is not None:
                 self._tell("on_request", self._tracing, event, info)
             if self._usage is not None:
@@ -173,11 +181,12 @@ class Telemetry:
             if part is not None:
                 getattr(part, what)(*args)
         except Exception:
-            if what not in self._complained:
-                self._complained.add(what)
-                logger.exception(
-                    "telemetry failed in %s; further failures there are not logged", what
-                )
+            self._complain(what)
+
+    def _complain(self, what: str) -> None:
+        if what not in self._complained:
+            self._complained.add(what)
+            logger.exception("telemetry failed in %s; further failures there are not logged", what)
 
 
 class ModelObserver:
