@@ -8,6 +8,7 @@ _PREFIXES = (
     *("KESTREL_", "OTEL_", "HF_", "MOONDREAM_", "OPENAI_", "ANTHROPIC_", "OLLAMA_", "RAY_", "GRPC_", "grpc_proxy"),
     *("KUBERNETES_", "NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_", "JOURNAL_STREAM", "INVOCATION_ID"),
     *("MAKE", "GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE", "COLUMNS", "FORCE_COLOR"),
+    *("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONASYNCIODEBUG"),
     *("no_grpc_proxy", "all_proxy", "ALL_PROXY"),
 )  # fmt: skip
 _KNOBS = (

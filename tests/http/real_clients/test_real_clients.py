@@ -154,6 +154,7 @@ def test_ollama(endpoint: str, tmp_path: Path):
     assert example(tmp_path, endpoint, "import ollama", [tmp_path / "env/bin/python"])
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl(endpoint: str, tmp_path: Path):
     told = json.loads(example(tmp_path, endpoint, "curl -s http", ["bash", "-euo", "pipefail"]))
     assert told["answer"] == "2"

@@ -273,10 +273,12 @@ def state(folder):
 
 @pytest.fixture
 def readable():
-    """A folder that every user may read, unlike pytest's."""
+    """A folder that every user may read, as what is made in it, unlike pytest's."""
+    before = os.umask(0o022)
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
+    os.umask(before)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without rights")
