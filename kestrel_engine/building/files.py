@@ -36,15 +36,10 @@ def adapter_origins(config: RuntimeConfig) -> Origins | None:
     """Where requests' adapters come from; None if requests may name none. Raises ConfigError."""
     if not config.has_adapters:
         return None
-    folder = None
-    if config.adapters_dir is not None:
-        folder = Path(config.adapters_dir).expanduser()
-        if not folder.is_dir():
-            raise ConfigError("adapters_dir", str(config.adapters_dir), "is not a folder")
     # A file may hold each tensor twice, in a type of twice the bytes.
     most = 4 * config.adapter_cache_bytes + _MOST_DESCRIPTION
     return Origins(
-        folder,
+        _folder(config, "adapters_dir"),
         config.adapter_sources,
         downloads=Path(config.cache_dir).expanduser() / "adapters",
         offline=config.offline,
@@ -54,9 +49,20 @@ def adapter_origins(config: RuntimeConfig) -> Origins | None:
 
 def kernel_cache_folder(config: RuntimeConfig) -> Path | None:
     """The folder of compiled kernels. Raises ConfigError."""
-    if config.kernel_cache_dir is None:
+    return _folder(config, "kernel_cache_dir")
+
+
+def check_folders(config: RuntimeConfig) -> None:
+    """Checks that the folders exist. Raises ConfigError."""
+    for field in ("adapters_dir", "kernel_cache_dir"):
+        _folder(config, field)
+
+
+def _folder(config: RuntimeConfig, field: str) -> Path | None:
+    named = getattr(config, field)
+    if named is None:
         return None
-    folder = Path(config.kernel_cache_dir).expanduser()
+    folder = Path(named).expanduser()
     if not folder.is_dir():
-        raise ConfigError("kernel_cache_dir", str(config.kernel_cache_dir), "is not a folder")
+        raise ConfigError(field, str(named), "is not a folder")
     return folder

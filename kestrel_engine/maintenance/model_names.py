@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from ..building.device import check_device
+from ..building.files import check_folders
 from ..checkpoint.catalog import architecture, random_name, resolve
 from ..config.runtime import RuntimeConfig
 
 
 def check_names(config: RuntimeConfig) -> None:
-    """Checks that model, paths and device exist. Imports torch only for CUDA devices. Raises ConfigError."""
+    """Checks that model, paths, folders and device exist. Imports torch only for CUDA devices. Raises ConfigError."""
     served_name(config)
+    check_folders(config)
     if config.device.startswith("cuda"):
         check_device(config)
 

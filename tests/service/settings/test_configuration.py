@@ -296,6 +296,7 @@ def test_a_field_is_all_that_a_knob_needs(file):
         ("--skill", "no.module:Skill"),
         ("--device", "cuda:99"),
         ("--random-weights", "--model", "nosuch"),
+        ("--adapters-dir", "/no/folder"),
         ("--workers", "2", "--listen", "unix:/tmp/kestrel-test.sock"),
     ],
     ids=" ".join,
