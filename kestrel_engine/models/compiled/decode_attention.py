@@ -89,6 +89,7 @@ class Code(host_code.Code):
     def __init__(self, bfloat: bool, size: int, module: Any = None) -> None:
         super().__init__(f"attention_{bfloat}_{size}", module)
         self._bfloat, self._size_of_head = bfloat, size
+        self._in_pairs = bfloat and size % (2 * LANES) == 0
 
     def function(self) -> Any:
         """Adds a function to the module that one thread calls, for the heads from the second argument to the third
@@ -203,10 +204,19 @@ class Code(host_code.Code):
             b.store(total, place, align=4)
 
     def _normalise(self, line: Any) -> None:
-        b = self._b
+        b, words = self._b, self._words
         inverse = self._splat(self._load("scores", self._last_of(line), self._float))
-        for place in self._outs(line):
-            b.store(b.fmul(b.load(place, typ=self._floats, align=4), inverse), place, align=4)
+        places = self._outs(line)
+        found = [b.fmul(b.load(each, typ=self._floats, align=4), inverse) for each in places]
+        if self._in_pairs:
+            halves = [[n // 2 + LANES * (n % 2) for n in range(i, i + LANES)] for i in (0, LANES)]
+            found = [
+                b.shuffle_vector(*found[i : i + 2], self._ir.Constant(words, half))
+                for i in range(0, len(found), 2)
+                for half in halves
+            ]
+        for vector, place in zip(found, places, strict=True):
+            b.store(vector, place, align=4)
 
     def _outs(self, line: Any) -> list[Any]:
         """Where the vectors of a row's head are in ``out``."""
@@ -229,9 +239,15 @@ class Code(host_code.Code):
             self._fetch(name, number, self._half)
 
     def _head(self, name: str, line: Any) -> list[Any]:
-        """The numbers of a head, as floats."""
+        """The numbers of a head, as floats: ``_in_pairs`` those with even places of 32, then those with odd ones."""
         b, long, found = self._b, self._long, []
         begin = b.mul(line, long(self._size_of_head))
+        if self._in_pairs:
+            for i in range(0, self._size_of_head, 2 * LANES):
+                pairs = self._load(name, b.add(begin, long(i)), self._vector(self._half, 2 * LANES))
+                pairs = b.bitcast(pairs, self._words)
+                found += [self._low_halves(pairs), self._high_halves(pairs)]
+            return found
         for i in range(0, self._size_of_head, LANES):
             x = self._load(name, b.add(begin, long(i)), self._vector(self._half))
             if self._bfloat:
