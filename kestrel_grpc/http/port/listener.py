@@ -65,11 +65,19 @@ class _Turns:
 
 
 class _Lingering:
-    """A connection's transport, which goes on receiving for a moment if it is closed before a request has arrived.
-    ``is_incomplete``: whether the request has not arrived."""
+    """A connection's transport, which goes on receiving for a moment if it is closed before a request has arrived. If
+    it is closed in the middle of a response, it goes on sending for a moment: the peer may read nothing.
 
-    def __init__(self, transport: asyncio.Transport, is_incomplete: Callable[[], bool]) -> None:
-        self._transport, self._is_incomplete = transport, is_incomplete
+    ``is_incomplete``: whether the request has not arrived. ``is_cut``: whether there is more of the response.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        is_incomplete: Callable[[], bool],
+        is_cut: Callable[[], bool],
+    ) -> None:
+        self._transport, self._is_incomplete, self._is_cut = transport, is_incomplete, is_cut
         self._left: int | None = None
         """Bytes that may still be dropped; None until then."""
 
@@ -84,6 +92,8 @@ class _Lingering:
             return
         if not self._is_incomplete() or not self._transport.can_write_eof():
             self._transport.close()
+            if self._is_cut() and self._transport.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
             return
         self._left = _LINGER_BYTES
         self._transport.write_eof()
@@ -114,7 +124,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.connections_of_port.set_end(self.number, transport.abort)
-        lingering: Any = _Lingering(transport, self._awaits_body)
+        lingering: Any = _Lingering(transport, self._awaits_body, self._is_responding)
         super().connection_made(lingering)
         self._framing = RequestFraming(self.accepts_host)
         found = transport.get_extra_info("socket")
@@ -135,6 +145,9 @@ class _Connection(H11Protocol):
 
     def _awaits_body(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY
+
+    def _is_responding(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
