@@ -86,30 +86,40 @@ def _precision(opened: OpenedModel) -> str:
 
 def quota(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Returns the processors whose time the control groups (version 1 or 2) allow, rounded up; None without a limit."""
-    found = []
     try:
-        for line in (proc / "self/cgroup").read_text("utf-8").splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            base = cgroups / "cpu" if controllers else cgroups
-            own = base / group.lstrip("/")
-            for folder in (own, *own.parents):
-                # In a container, the path may be the host's, which is not mounted.
-                if (limit := _processors(folder)) is not None:
-                    found.append(limit)
-                if folder == base:
-                    break
-    except (OSError, ValueError):
+        # A group's name may have any bytes.
+        lines = (proc / "self/cgroup").read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
         return None
-    return max(1, min(found)) if found else None
+    found = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not group or (controllers and "cpu" not in controllers.split(",")):
+            continue
+        base = cgroups / "cpu" if controllers else cgroups
+        own = base / group.lstrip("/")
+        for folder in (own, *own.parents):
+            # In a container, the path may be the host's, which is not mounted.
+            if (limit := _processors(folder)) is not None:
+                found.append(limit)
+            if folder == base:
+                break
+    return min(found, default=None)
 
 
 def _processors(group: Path) -> int | None:
-    if (limits := group / "cpu.max").is_file():
-        time, period = limits.read_text("ascii").split()
-    elif (limit := group / "cpu.cfs_quota_us").is_file():
-        time, period = limit.read_text("ascii"), (group / "cpu.cfs_period_us").read_text("ascii")
-    else:
+    """The limit of one group, at least 1; None without a limit, or if its files can't be read."""
+    try:
+        if (limits := group / "cpu.max").is_file():
+            time, period = limits.read_text("ascii").split()
+        elif (limit := group / "cpu.cfs_quota_us").is_file():
+            time, period = (
+                each.read_text("ascii") for each in (limit, group / "cpu.cfs_period_us")
+            )
+        else:
+            return None
+        # Version 2 has "max" and version 1 has -1 where there is no limit.
+        return max(1, -(-int(time) // int(period))) if int(time) >= 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
         return None
-    return None if time.strip() in ("max", "-1") else -(-int(time) // int(period))

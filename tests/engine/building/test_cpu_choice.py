@@ -1,5 +1,7 @@
 """What a CPU chooses for a large model, what stays as it was set, and what reports it."""
 
+import os
+
 import pytest
 import torch
 
@@ -88,4 +90,28 @@ def test_a_quota_of_version_1_limits_them_too(tmp_path, own, above, found):
     for folder, limit in ((group, own), (group.parent, above)):
         (folder / "cpu.cfs_quota_us").write_text(f"{limit}\n")
         (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota(proc=tmp_path, cgroups=tmp_path / "cgroups") == found
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"cpu.max": ""}, 3),
+        ({"cpu.max": "200000 0"}, 3),
+        ({"cpu.max": "200000"}, 3),
+        ({"cpu.max": "-5 100000"}, 3),
+        ({"cpu.max": f"{10**40} 100000"}, 3),
+        ({"cpu.max": "0 100000"}, 1),
+        ({"cpu.cfs_quota_us": "200000"}, 3),
+        ({"cpu.cfs_quota_us": "200000", "cpu.cfs_period_us": "0"}, 3),
+    ],
+)
+def test_a_limit_that_is_none_leaves_those_above_it(tmp_path, files, found):
+    group = tmp_path / "cgroups/pod" / os.fsdecode(b"b\xff")
+    group.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_bytes(b"without colons\n0::/pod/b\xff\n")
+    (group.parent / "cpu.max").write_text("300000 100000")
+    for name, text in files.items():
+        (group / name).write_text(text)
     assert quota(proc=tmp_path, cgroups=tmp_path / "cgroups") == found
