@@ -23,13 +23,15 @@ LANES = 16
 
 @cache
 def supported() -> bool:
-    """Whether functions can run here: an x86-64 processor with AVX2, llvmlite and torch's threads.
+    """Whether functions can run here: an x86-64 processor with AVX2 and F16C, llvmlite and torch's threads.
+
+    F16C converts float16. A virtual machine may hide it, and LLVM would then call a function that is not there.
 
     Raises ImportError without llvmlite.
     """
     if platform.machine() not in ("x86_64", "AMD64") or openmp() is None:
         return False
-    return bool(features().get("avx2"))
+    return all(features().get(name) for name in ("avx2", "f16c"))
 
 
 @cache

@@ -149,6 +149,14 @@ def test_what_they_cannot_take_is_left_to_torch(monkeypatch):
         product(torch.randn(1, 128).bfloat16(), weight, None, None)
 
 
+@pytest.mark.parametrize("hidden", ["avx2", "f16c"])
+def test_a_machine_that_hides_an_instruction_uses_torch(hidden, monkeypatch):
+    features = {**host_code.features(), hidden: False}
+    monkeypatch.setattr(host_code, "features", lambda: features)
+    monkeypatch.setattr(host_code, "supported", host_code.supported.__wrapped__)
+    assert not few_rows.available.__wrapped__()
+
+
 def test_torchs_threads_are_found_in_a_folder_with_a_space(tmp_path, monkeypatch):
     library = tmp_path / "my venv" / "libgomp-1.so"
     library.parent.mkdir()
