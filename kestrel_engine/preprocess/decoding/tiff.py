@@ -78,16 +78,17 @@ class TiffTags(NamedTuple):
 
 
 def read_tags(data: bytes) -> TiffTags | None:
-    """Returns the tags of the first directory of a TIFF or BigTIFF; None if libtiff can't read it either: a directory
-    beyond the file, or without PhotometricInterpretation."""
+    """Returns the tags of the first directory of a TIFF or BigTIFF; None if it is broken: a directory beyond the file,
+    one without PhotometricInterpretation, or 0 / 0 or an infinite value where a whole number belongs."""
+    fields: dict[str, Any] = {}
     try:
         found = _first_directory(data)
-    except (struct.error, OverflowError):
+        fields |= {name: int(found[tag][0]) for tag, name in _ONE.items() if tag in found}
+    except (struct.error, OverflowError, ValueError):
         return None
     if 262 not in found:
         return None
-    fields: dict[str, Any] = {"tiled": 322 in found}
-    fields |= {name: int(found[tag][0]) for tag, name in _ONE.items() if tag in found}
+    fields["tiled"] = 322 in found
     fields |= {name: found[tag] for tag, name in _SEVERAL.items() if tag in found}
     fields |= {name: found[tag] for tag, (name, n) in _REAL.items() if len(found.get(tag, ())) == n}
     return TiffTags(**fields)

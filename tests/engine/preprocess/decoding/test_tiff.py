@@ -168,6 +168,12 @@ def test_impossible_coefficients_are_broken(tags):
         open_image(tiff(RED_YCC, **YCC, **tags), ImageLimits())
 
 
+@pytest.mark.parametrize("tag", [254, 259, 262, 277, 284, 332])
+def test_a_whole_number_that_is_0_by_0_is_broken(tag):
+    with pytest.raises(ImageDecodeError, match="broken or truncated TIFF"):
+        open_image(tiff([*RED], **{"t262": 2, f"t{tag}": [(0, 0)]}), ImageLimits())
+
+
 def test_truncated_data_of_each_kind_is_broken_not_unsupported():
     for data, _ in ACCEPTED.values():
         for end in (len(data) // 2, len(data) - 1, 9, 12):
