@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kestrel_engine import RuntimeConfig, maintenance
+from kestrel_engine.checkpoint.checksums import NAME as SUMS_NAME
 from kestrel_engine.checkpoint.checksums import checksum, write_sums
 from kestrel_engine.maintenance.scores.calibration import CalibrationReport
 from kestrel_engine.types.calibration import FILE_NAME
@@ -38,6 +39,8 @@ def calibrate(folder: Path, domains: Sequence[str], each: int, device: str) -> C
 def release(checkpoint: Path, folder: Path, each: int, device: str = "cpu") -> None:
     """Writes the model's folder, with curves of ``each`` pictures a domain. Of outlines, the shapes' alone count: the
     model learns no others. Raises ValueError if the weights are too large, and KestrelError."""
+    for name in (FILE_NAME, SUMS_NAME):  # of an earlier checkpoint
+        (folder / name).unlink(missing_ok=True)
     export(checkpoints.load_quantised(checkpoint)["model"], folder)
     size = (folder / "model.safetensors").stat().st_size
     if size > LARGEST:

@@ -244,6 +244,9 @@ def test_what_is_released_answers_a_built_in_set_of_eval(
     """As served, from a folder; 93.8 of the whole set when this was written."""
     monkeypatch.setattr("training.release.DOMAINS", ("shapes",))
     small, out = tmp_path / "small", tmp_path / "out"
+    small.mkdir()
+    for name in ("score_calibration.json", "SHA256SUMS"):
+        (small / name).write_text("of an earlier checkpoint")
     release(RESUME, small, each=2)
     curves = json.loads((small / "score_calibration.json").read_text("utf-8"))["curves"]
     assert {"point", "detect", "absence"} <= {*curves}
