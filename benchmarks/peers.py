@@ -187,11 +187,14 @@ def write_gguf(path: str, kind: str) -> None:
 
 def clone(folder: Path, given: str | None) -> Path:
     """Returns the folder with Moondream's own code: ``given``, or a clone in ``folder``."""
+    if given is not None:
+        return Path(given).resolve()
     found, (address, commit) = folder / "moondream", MOONDREAM
-    if given is None and not found.is_dir():
+    if not found.is_dir():
         subprocess.run(["git", "clone", "-q", address, str(found)], check=True)
-        subprocess.run(["git", "-C", str(found), "checkout", "-q", commit], check=True)
-    return found if given is None else Path(given).resolve()
+    # Also an earlier run's clone, which may have ended before this.
+    subprocess.run(["git", "-C", str(found), "checkout", "-q", commit], check=True)
+    return found
 
 
 def gguf_file(folder: Path, environ: dict[str, str], kind: str) -> Path:
