@@ -17,6 +17,7 @@ from training.domains.charts.draw import _scale_among
 from training.domains.charts.sketched import sketch
 from training.domains.charts.tables import make_table
 from training.domains.drawn import Place
+from training.domains.photos import draw as photos
 from training.domains.phrasing import off_topic, vary
 from training.domains.picture import NOT_SHOWN, SAME_COLUMN, Ask, Mark, Picture, find, in_order
 from training.domains.screens import draw as screens
@@ -165,6 +166,19 @@ def test_a_turned_scene_is_what_a_turned_picture_shows() -> None:
             off = np.abs(pixels[round(y), round(x)] - np.array(shape.rgb) * 255).max()
             assert shape.style or off < 4
     assert shown > 5
+
+
+def test_two_photographs_at_once_are_of_two_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    colours = {"apple": Image.new("RGB", (8, 8), "red"), "hat": Image.new("RGB", (8, 8), "blue")}
+    files: photos.Files = {name: [("", "", name.encode())] for name in colours}
+    monkeypatch.setattr(photos, "_open", lambda data: colours[data.decode()])
+    monkeypatch.setattr(photos, "_look", lambda rng, image, *_: image)
+    monkeypatch.setattr(photos, "_groups", lambda noun: {})
+    seeds = [seed for seed in range(60) if 0.5 <= random.Random(seed).random() < 0.7]
+    for seed in seeds:
+        red, _, blue = photos._strange(random.Random(seed), files).getpixel((0, 0))  # type: ignore[misc]
+        assert min(red, blue) > 90
+    assert len(seeds) > 5
 
 
 def test_a_grid_is_told_column_by_column() -> None:

@@ -143,7 +143,8 @@ def _strange(rng: random.Random, files: Files) -> Image.Image:
     u, groups = rng.random(), _groups("photo")
     produce = [n for n in sorted(files) if groups.get(n) == "produce" and n != "aubergine"]
     names = produce if u < 0.5 and produce else sorted(files)
-    first, second = (_open(rng.choice(files[name])[-1]) for name in rng.choices(names, k=2))
+    names = rng.sample(names, min(2, len(names)))
+    first, second = (_open(rng.choice(files[name])[-1]) for name in (names[0], names[-1]))
     first = _look(rng, first, "produce" if u < 0.5 else "")
     if u < 0.5:
         return _tinted(rng, first)
