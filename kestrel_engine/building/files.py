@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ _MOST_DESCRIPTION = 1 << 20
 
 def read_calibration(choice: str | Path, weights: Sequence[Path], fingerprint: str) -> Calibration:
     """The calibration that the setting ``choice`` names, for ``weights`` with this fingerprint. Raises ConfigError."""
-    path = Path(choice).expanduser()
+    path = Path(os.path.expanduser(choice))
     if choice == "off":
         return UNCALIBRATED
     if choice == "auto":
@@ -41,7 +42,7 @@ def adapter_origins(config: RuntimeConfig) -> Origins | None:
     return Origins(
         _folder(config, "adapters_dir"),
         config.adapter_sources,
-        downloads=Path(config.cache_dir).expanduser() / "adapters",
+        downloads=Path(os.path.expanduser(config.cache_dir)) / "adapters",
         offline=config.offline,
         most_bytes=most,
     )
@@ -62,7 +63,7 @@ def _folder(config: RuntimeConfig, field: str) -> Path | None:
     named = getattr(config, field)
     if named is None:
         return None
-    folder = Path(named).expanduser()
+    folder = Path(os.path.expanduser(named))
     if not folder.is_dir():
         raise ConfigError(field, str(named), "is not a folder")
     return folder

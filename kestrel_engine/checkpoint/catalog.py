@@ -6,6 +6,7 @@ accepts the same suffixes as a hub id.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -114,7 +115,7 @@ def resolve(
     elif is_address(model_path):
         source = _from_bucket("model_path", str(model_path), model.strip())
     else:
-        source = _from_path("model_path", Path(model_path).expanduser(), model.strip())
+        source = _from_path("model_path", Path(os.path.expanduser(model_path)), model.strip())
     if tokenizer_path is not None:
         source = replace(source, tokenizer=tokenizer_file(tokenizer_path))
     return source
@@ -131,7 +132,7 @@ def architecture(
     known = KNOWN.get(name.lower())
     if model_path is None and known is not None and known.path is None:
         return known.name, known.family, None
-    path = Path(name if model_path is None else model_path).expanduser()
+    path = Path(os.path.expanduser(name if model_path is None else model_path))
     if model_path is None and known is not None and known.path is not None:
         path = known.path
     file = path if path.suffix == ".json" else path / "config.json"
@@ -181,7 +182,7 @@ def _from_name(model: str) -> ModelSource:
         return KNOWN[model.lower()]
     if is_address(model):
         return _from_bucket("model", model, "")
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if model.startswith(_PATH_START) or path.exists():
         return _from_path("model", path, "")
     reference = _REFERENCE.match(model)
@@ -226,7 +227,7 @@ def _at(hub: HubCheckpoint, revision: str | None, file: str | None) -> HubCheckp
 
 def tokenizer_file(tokenizer_path: str | Path) -> Path:
     """Returns the path of tokenizer.json for the path of the file or of its folder. Raises ConfigError."""
-    path = Path(tokenizer_path).expanduser()
+    path = Path(os.path.expanduser(tokenizer_path))
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():

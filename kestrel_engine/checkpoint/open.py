@@ -5,6 +5,7 @@ An invalid setting, a missing file or a failed download is reported before any w
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,7 +184,7 @@ def _from_bucket(
 
     gib = runtime.weights_cache_gib
     most_bytes = None if gib is None else int(gib * GIB)
-    cache = NodeCache(Path(runtime.cache_dir).expanduser() / "weights", progress, most_bytes)
+    cache = NodeCache(Path(os.path.expanduser(runtime.cache_dir)) / "weights", progress, most_bytes)
     offline = runtime.offline or not hub.online
     folder = cache.fetch(address, None if offline else ModelBucket(address))
     tokenizer = folder / TOKENIZER_NAME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..config.runtime import RuntimeConfig
@@ -34,7 +35,7 @@ def find_refiner(
         raise ConfigError("refiner", choice, f"is for models that segment, unlike {model.family}")
     if choice == RELEASED.repo:
         return hub.fetch(RELEASED)
-    path = Path(choice).expanduser()
+    path = Path(os.path.expanduser(choice))
     if path.is_dir():
         path = path / NAME
     if not path.is_file():

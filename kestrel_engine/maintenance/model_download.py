@@ -60,7 +60,7 @@ def download(
     if isinstance(to, ModelBucket):
         copies = upload(to, files, progress or log_progress("uploading"))
     elif to is not None:
-        folder = Path(to).expanduser()
+        folder = Path(os.path.expanduser(to))
         try:
             copies = _copy(files, folder, progress or log_progress("copying"))
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..checkpoint.config_file import read_config
@@ -14,4 +15,4 @@ def load_config(path: str | Path | None = None) -> ModelConfig:
     """Reads a model's config.json. None: the released Moondream 3. Raises ConfigError."""
     if path is None:
         return parse_model_config({}, family="moondream3")
-    return parse_model_config(read_config(Path(path).expanduser()))
+    return parse_model_config(read_config(Path(os.path.expanduser(path))))

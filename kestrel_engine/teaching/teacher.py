@@ -179,7 +179,7 @@ def _free_place(config: RuntimeConfig, adapter: str, overwrite: bool) -> Path:
         raise ConfigError(
             "adapters_dir", None, "must name the folder that the adapter is written to"
         )
-    folder = Path(config.adapters_dir).expanduser()
+    folder = Path(os.path.expanduser(config.adapters_dir))
     if not folder.is_dir():
         raise ConfigError("adapters_dir", str(folder), "is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -174,7 +174,7 @@ def _is_in(place: str, folder: str) -> bool:
             and "://" in folder
         )
     try:
-        inside, outer = (Path(each).expanduser().resolve() for each in (place, folder))
+        inside, outer = (Path(os.path.expanduser(each)).resolve() for each in (place, folder))
     except (OSError, RuntimeError, ValueError):
         return False
     return inside.is_relative_to(outer)

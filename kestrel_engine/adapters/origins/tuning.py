@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -114,7 +115,7 @@ class TuningApi:
             key = str(self._sources.api_key)
         else:
             try:
-                path = Path(self._sources.api_key_file).expanduser()
+                path = Path(os.path.expanduser(self._sources.api_key_file))
                 key = read_small_file(path, _MAX_KEY_BYTES).decode("ascii", "replace").strip()
             except OSError as error:
                 raise AdapterRefused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 
 from kestrel_client.commands.flag_table import add_flags
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     configs: list[RuntimeConfig] = list(runtime_configs(args))
     if args.adapters:
         configs = [dataclasses.replace(config, adapters_dir=".") for config in configs]
-    folder, num_sms = Path(args.out).expanduser(), args.multiprocessors
+    folder, num_sms = Path(os.path.expanduser(args.out)), args.multiprocessors
     with command_errors(args), LoadingProgress() as progress:
         compiling = maintenance.compile_kernels(
             configs, args.arch, folder, num_sms=num_sms, progress=progress

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     others = {"random_weights": args.random_weights == "on", "adapters_dir": args.adapters_dir}
     config = computing_config(args, **others)
     with command_errors(args):
-        images = teaching.read_folder(Path(args.data).expanduser())
+        images = teaching.read_folder(Path(os.path.expanduser(args.data)))
         with LoadingProgress() as progress, _Bar() as bar:
             report = asyncio.run(
                 teaching.teach(

@@ -76,6 +76,7 @@ def test_the_file_says_which_model(command, tmp_path):
     [
         (["download", "moondrem2"], "did you mean moondream2?"),
         (["download", "--weights", "/nowhere"], "--weights=/nowhere: no such file or folder"),
+        (["download", "--weights", "~nobody7/x"], "--weights=~nobody7/x: no such file or folder"),
         (["verify", "--precision", "int3"], "--precision: invalid choice: 'int3'"),
         (["verify", "--no-answer", "--image", "x.jpg"], "--image is for known answers"),
         (["verify", "--image", "/nowhere.jpg"], "--image=/nowhere.jpg: no such file"),
