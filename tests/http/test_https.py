@@ -156,9 +156,11 @@ async def test_a_handshake_in_pieces_whose_last_one_brings_the_request(ask, auth
     writer.close()
 
 
-async def test_the_end_of_the_server_ends_handshakes(ask, server_pair):
-    served, _ = await ask(SecurityConfig(tls=server_pair.tls()))
+async def test_the_end_of_the_server_ends_handshakes(ask, authority, server_pair, caplog):
+    served, get = await ask(SecurityConfig(tls=server_pair.tls()))
     reader, writer = await connect(served)
+    assert (await get(trust(authority))).status_code == 200, "it is accepted after the silent one"
     await served.server.stop(grace_s=0)
     assert await closed(reader) == b""
+    assert "graceful shutdown exceeded" not in caplog.text, "no time passes until they end"
     writer.close()

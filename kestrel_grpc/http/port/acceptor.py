@@ -58,13 +58,15 @@ class Acceptor:
         self._loop.add_reader(self._listening, self._accept)
 
     def close(self) -> None:
-        """Accepts no further connections. Idempotent; the socket stays open."""
+        """Accepts no further connections, and ends those that have not begun. Idempotent; the socket stays open."""
         self._loop.remove_reader(self._listening)
         if self._pause is not None:
             self._pause.cancel()
+        for task in self._beginning:
+            task.cancel()
 
     async def wait_closed(self) -> None:
-        """Waits until every accepted connection has begun."""
+        """Waits until every accepted connection has begun or ended."""
         if self._beginning:
             await asyncio.wait(self._beginning)
 
