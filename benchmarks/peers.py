@@ -191,7 +191,8 @@ def clone(folder: Path, given: str | None) -> Path:
         return Path(given).resolve()
     found, (address, commit) = folder / "moondream", MOONDREAM
     if not found.is_dir():
-        subprocess.run(["git", "clone", "-q", address, str(found)], check=True)
+        if subprocess.run(["git", "clone", "-q", address, str(found)]).returncode:
+            raise SystemExit(f"git can't clone {address}: give a clone of it by --moondream PATH")
     # Also an earlier run's clone, which may have ended before this.
     subprocess.run(["git", "-C", str(found), "checkout", "-q", commit], check=True)
     return found
