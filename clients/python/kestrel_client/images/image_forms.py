@@ -249,10 +249,10 @@ def _from_pillow(image: Any, limit: int) -> common_pb2.Image:
 
 
 def _raw(pixels: Any, width: int, height: int, channels: int) -> common_pb2.Image:
-    raw = common_pb2.RawImage(
-        data=pixels.tobytes(), width=width, height=height, format=_FORMATS[channels]
-    )
-    return common_pb2.Image(raw=raw)
+    raw = common_pb2.RawImage(width=width, height=height, format=_FORMATS[channels])
+    image = common_pb2.Image(raw=raw)
+    image.raw.data = pixels.tobytes()  # In the constructor, they would be copied three more times.
+    return image
 
 
 def _png(image: Any, raw_size: int, limit: int) -> common_pb2.Image:

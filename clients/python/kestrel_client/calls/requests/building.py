@@ -22,8 +22,18 @@ def choice(name: str, value: object, choices: Mapping[str, _E]) -> _E:
 
 def build(kind: Callable[..., _Q], **values: Any) -> _Q:
     """Builds a message. Raises InvalidRequestError, naming the field whose type or range protobuf refuses."""
+    inner = {name: value for name, value in values.items() if _has_messages(value)}
     try:
-        return kind(**values)
+        built = kind(**{name: value for name, value in values.items() if name not in inner})
+        for name, value in inner.items():
+            # The constructor encodes and decodes a message to copy it, which takes twenty times as long for pixels.
+            field = getattr(built, name)
+            if isinstance(value, Message):
+                field.CopyFrom(value)
+                continue
+            for each in value:
+                field.add().CopyFrom(each)
+        return built
     except (TypeError, ValueError) as error:
         for name, value in values.items():
             try:
@@ -32,6 +42,10 @@ def build(kind: Callable[..., _Q], **values: Any) -> _Q:
                 limit = _limit(kind, name, value)
                 raise InvalidRequestError(f"{name}: {limit or error}") from error
         raise InvalidRequestError(str(error)) from error
+
+
+def _has_messages(value: object) -> bool:
+    return isinstance(value[0] if isinstance(value, list) and value else value, Message)
 
 
 def _limit(kind: Any, name: str, value: object) -> str:

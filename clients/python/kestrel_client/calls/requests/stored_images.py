@@ -16,6 +16,7 @@ from ...geometry import read_size
 from ...images.image_forms import NO_LIMIT, ImageHandle, ImageInput, loaded, to_image
 from ...images.known import KnownImages
 from ..prepared_call import Method, PreparedCall, prepare_call
+from .building import build
 from .options import checked_session
 
 UPLOAD_THRESHOLD_BYTES = 4 * 1024 * 1024
@@ -77,7 +78,7 @@ class ImageRequests:
         return prepare_call(
             self._connection,
             Method(ImageServiceStub, "UploadImage" if in_pieces else "PutImage", repeatable=True),
-            (lambda: _pieces(info, data)) if in_pieces else pb.PutImageRequest(image=image),
+            (lambda: _pieces(info, data)) if in_pieces else build(pb.PutImageRequest, image=image),
             read,
             timeout=timeout,
             metadata=metadata,
