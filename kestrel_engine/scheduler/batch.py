@@ -34,7 +34,7 @@ class Batch:
         self._limits = limits
         self._policy = policy
         self._shares = shares
-        self._pool = PagePool(limits.num_pages)
+        self._pool = PagePool(limits.num_pages, policy.prefix_pages)
         self._cache = PrefixCache(self._pool)
         self.images = ImageMemory(policy.kept_embeddings, policy.kept_crops)
         self._queue = WaitingQueue(policy.aging_s, shares)
@@ -306,12 +306,11 @@ class Batch:
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
-        most = self._policy.prefix_pages
-        missing = count - self._pool.num_free_of(self._pool.num_pages if most is None else most)
+        missing = count - self._pool.num_ready
         if missing > 0:
             self._cache.evict(missing)
-        if count > self._pool.num_free:
-            return None
+            if count > self._pool.num_free:
+                return None
         return self._pool.allocate(count)
 
     def _preempt(self, sequence: Sequence) -> None:
