@@ -139,7 +139,8 @@ class Sequence:
             left == 1
             and self.cursor > 0
             and self.rule is not None
-            and self.num_planned < self.submission.max_tokens
+            # num_planned, without a call: asked of every running sequence before every step.
+            and self.num_sampled + self.in_flight < self.submission.max_tokens
         )
 
     @property

@@ -111,7 +111,7 @@ class ActiveRequests:
     @property
     def awaits_quick_rule(self) -> bool:
         """Whether one of these rules will be there soon."""
-        return any(wait.is_quick for wait in self._rule_waits.values())
+        return self.awaits_rule and any(wait.is_quick for wait in self._rule_waits.values())
 
     def take_reports(self) -> list[StepReport]:
         """What happened since the last call, in order."""
@@ -191,7 +191,7 @@ class ActiveRequests:
         for sequence_id in result.non_finite & self._active.keys():
             self._not_finite(sequence_id)
         decode_s = of_each_decode(plan, result)
-        prefilled = {row.sequence_id for row in plan.prefill}
+        prefilled = {row.sequence_id for row in plan.prefill} if plan.prefill else ()
         for sequence, token in self._scheduler.commit(plan, result):
             active = self._active[sequence.sequence_id]
             if sequence.sequence_id not in prefilled:
@@ -250,10 +250,11 @@ class ActiveRequests:
     def _resume(self, active: _Active, sequence: Sequence) -> None:
         """Gives the scheduler the next rule as soon as it is known."""
         submitted = active.submitted
-        if sequence.rule is None and sequence.num_planned < submitted.submission.max_tokens:
-            rule = submitted.control.rule(sequence.num_planned)
+        index = sequence.num_planned
+        if sequence.rule is None and index < submitted.submission.max_tokens:
+            rule = submitted.control.rule(index)
             # The first question is cheap. The second one, about an abstract class, is not.
-            if not isinstance(rule, TokenRule) and isinstance(rule, RuleWait):
+            if rule.__class__ is not TokenRule and isinstance(rule, RuleWait):
                 self._rule_waits[sequence.sequence_id] = rule
                 rule.begin(partial(self._post, partial(self._rule_is_there, sequence.sequence_id)))
             elif rule is not None:
@@ -284,7 +285,8 @@ class ActiveRequests:
             finish = submitted.control.accept(token)
             if finish is None and sequence.num_sampled == max_tokens:
                 finish = "length"
-            if finish is None:
+            # Mostly, the rule was set at the launch.
+            if finish is None and sequence.rule is None:
                 self._resume(active, sequence)
                 assert (
                     sequence.rule is not None

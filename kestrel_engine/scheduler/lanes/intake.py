@@ -33,6 +33,8 @@ class PrefillOrder:
     def order(self, running: Iterable[Sequence], now: float) -> list[Sequence]:
         """The sequences of ``running`` with prompt positions left to compute, in order."""
         waiting = [s for s in running if s.needs_prefill]
+        if not waiting:
+            return waiting
         images = [s for s in waiting if s.needed]
         text = [s for s in waiting if not s.needed]
         text.sort(key=self._text_rank)
@@ -106,8 +108,10 @@ class Intake:
     ) -> tuple[float, int]:
         """Schedules images and prompts. ``bounded``: only as much as beside decoding. Returns the used share of the
         allowance, and the number of sequences with more to compute."""
-        allowance = Allowance(self._budget, decoding=bounded)
         order = self._order.order(turns.of(self._batch.running.values()), now)
+        if not order:
+            return 0.0, 0
+        allowance = Allowance(self._budget, decoding=bounded)
         for sequence in order:
             if allowance.is_spent:
                 break
