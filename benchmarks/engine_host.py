@@ -120,30 +120,42 @@ def work(number: int, max_tokens: int, context: SkillContext) -> SkillSubmission
     return SkillSubmission(str(number), submission, control, output)
 
 
-def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, float | int | str]:
-    """Runs ``num_steps`` full decode steps with ``queue_length`` waiting requests."""
-    model = parse_model_config({"config": {}}, family="moondream3")
-    context = SkillContext(model=model, codec=LetterCodec())
-    max_tokens = num_steps + WARM_UP + PIPELINE_DEPTH + 10
+def limits_for(batch_size: int, max_tokens: int) -> RuntimeLimits:
+    """Returns limits with pages for ``batch_size`` requests of ``work``, and for one more."""
     positions = PREFIX + 3 + max_tokens
-    limits = RuntimeLimits(
+    return RuntimeLimits(
         num_pages=(batch_size + 1) * (positions // PAGE_SIZE + 2),
         page_size=PAGE_SIZE,
         max_batch_size=batch_size,
         max_seq_length=positions,
         vocab_size=1000,
     )
+
+
+def loop_with(
+    runtime: NullRuntime, delivery: DeliveryThread, num_requests: int, max_tokens: int
+) -> EngineLoop:
+    """Returns a loop, not started, that has ``num_requests`` requests of ``work``."""
+    model = parse_model_config({"config": {}}, family="moondream3")
+    context = SkillContext(model=model, codec=LetterCodec())
+    policy = SchedulerPolicy(budget=StepBudget(prefill_positions=10**9, crops=10**9))
+    loop = EngineLoop(runtime, delivery, policy=policy)
+    for number in range(num_requests):
+        loop.submit(work(number, max_tokens, context))
+    return loop
+
+
+def measure(batch_size: int, queue_length: int, num_steps: int) -> dict[str, float | int | str]:
+    """Runs ``num_steps`` full decode steps with ``queue_length`` waiting requests."""
+    max_tokens = num_steps + WARM_UP + PIPELINE_DEPTH + 10
     CountingOutput.num_delivered = 0
-    runtime = NullRuntime(limits, batch_size)
+    runtime = NullRuntime(limits_for(batch_size, max_tokens), batch_size)
 
     def deliver(deliveries: list[Delivery]) -> None:
         """Stands for the engine's call into its event loop."""
 
     delivery = DeliveryThread(deliver, lambda number: None)
-    policy = SchedulerPolicy(budget=StepBudget(prefill_positions=10**9, crops=10**9))
-    loop = EngineLoop(runtime, delivery, policy=policy)
-    for number in range(batch_size + queue_length):
-        loop.submit(work(number, max_tokens, context))
+    loop = loop_with(runtime, delivery, batch_size + queue_length, max_tokens)
     delivery.start()
     loop.start()
     while len(runtime.after_launch) < WARM_UP + num_steps:
