@@ -3,7 +3,7 @@
 Beside new work, decode steps hold fewer rows than after it, and take nearly as long as with more rows. So with a small
 batch both together take longer than one after the other. Therefore decoding waits for a step of NEW_WORK that takes
 less time than the target for the gap between tokens, or three times as long while few rows decode, and runs beside a
-longer one.
+longer one. It also waits for new work of the best priority: beside decode steps, this takes half as long again.
 
 Under load, the longer one leaves a part of the device to the decode steps. These then take less time beside it, and
 would follow one another with fewer rows each. So they are spaced: fewer of them leave more of the device to new work.
@@ -40,6 +40,8 @@ class StepLoad(NamedTuple):
     """Sequences that decode meanwhile."""
     num_waiting: int = 0
     """Sequences that need new work and are in no step."""
+    is_urgent: bool = False
+    """Whether it computes a favoured sequence of the best priority."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class Beside:
     def is_short(self, load: StepLoad) -> bool:
         """Returns whether decoding waits for a step of NEW_WORK."""
         limit_s = self._target_s * (_MORE_FOR_FEW if load.num_decoding < _FEW_ROWS else 1.0)
-        return self._s_per_allowance * load.used <= limit_s
+        return load.is_urgent or self._s_per_allowance * load.used <= limit_s
 
     def leaves_room(self, load: StepLoad) -> bool:
         """Returns whether a step of NEW_WORK leaves room for decode steps."""

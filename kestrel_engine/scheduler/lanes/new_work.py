@@ -41,7 +41,11 @@ class NewWorkLane(StepLane):
             item.sequence.steps_out.append(step_id)
         idle = [s.needs_prefill for s in self._batch.running.values() if not s.steps_out]
         num_waiting = self._batch.num_waiting + idle.count(True)
-        self._load = self._load._replace(num_decoding=idle.count(False), num_waiting=num_waiting)
+        self._load = self._load._replace(
+            num_decoding=idle.count(False),
+            num_waiting=num_waiting,
+            is_urgent=any(self.turns.is_urgent(item.sequence) for item in draft.scheduled),
+        )
         draft.leave_room = self._beside.leaves_room(self._load)
 
     def launched(self, plan: StepPlan, scheduled: list[ScheduledRow]) -> None:

@@ -79,6 +79,18 @@ def test_without_other_rows_the_first_tokens_are_launched_behind_the_prompt():
     assert simulation.drain()[1] == alone(simulation.specs[1])
 
 
+@pytest.mark.parametrize(("priority", "waits"), [(0, True), (1, False)])
+def test_decoding_waits_for_long_new_work_of_the_best_priority(priority, waits):
+    simulation = Simulation(BESIDE, LONG, depth=3)
+    decoding(simulation, text(1, 4, max_tokens=20))
+    simulation.add(text(2, 4, max_tokens=3, image="p", priority=priority))
+    new_work = launch(simulation, Lane.NEW_WORK)
+    step = launch(simulation, Lane.DECODE)
+    assert step.after == (new_work.step_id if waits else None)
+    assert [row.sequence_id for row in step.decode] == ([2] if waits else [1])
+    assert simulation.drain()[2] == alone(simulation.specs[2])
+
+
 @pytest.mark.parametrize("other", [False, True])
 def test_pages_that_a_step_writes_are_kept_until_it_has_come_back(other):
     """The sequence ends while its prompt is computed; another one needs its pages at once."""
