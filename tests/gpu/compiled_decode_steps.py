@@ -3,7 +3,7 @@
     python -m tests.gpu.compiled_decode_steps FOLDER FAMILY ROWS...
 
 Weights and KV cache are in FP8. It runs in a process of its own, because a process that has compiled like this should
-compute nothing. One line of JSON: a list of [kernel, bytes of shared memory, registers a thread, bytes spilled].
+compute nothing. One line of JSON: a list of [kernel, bytes of shared memory, registers a thread, bytes spilled, warps].
 """
 
 import json
@@ -61,15 +61,15 @@ def compile_steps(family: Family, rows: list[int]) -> None:
             fused.decode(x, ints, ints, table, keys, values)
 
 
-def resources(folder: Path) -> Iterator[tuple[str, int, int, int]]:
+def resources(folder: Path) -> Iterator[tuple[str, int, int, int, int]]:
     for path in sorted(folder.rglob("*.cubin")):
-        shared = json.loads(path.with_suffix(".json").read_text())["shared"]
+        metadata = json.loads(path.with_suffix(".json").read_text())
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = _RESOURCES.search(done.stdout + done.stderr)
         assert found is not None, done.stdout
         registers, stack, local = map(int, found.groups())
-        yield path.stem, shared, registers, stack + local
+        yield path.stem, metadata["shared"], registers, stack + local, metadata["num_warps"]
 
 
 def main() -> None:

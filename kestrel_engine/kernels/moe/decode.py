@@ -313,10 +313,14 @@ def _compute(
     w_valid = column < OUTPUTS
     of_expert = expert.to(tl.int64) * MATRIX
     x_row = x_ptr + (token * stride if UP else pair * INPUTS)
-    w_row = w_ptr + (of_expert + row) * (INPUTS // 2 if GROUP else INPUTS)
+    # Rows are at offsets of 32 bits from one address. With addresses of 64 bits for each row, the largest tiles exceed
+    # the registers with which a multiprocessor holds two programs.
+    COLUMNS: tl.constexpr = INPUTS // 2 if GROUP else INPUTS
+    w_row = w_ptr + of_expert * COLUMNS + row * COLUMNS
     scales = w_row
     if GROUP:
-        scales = scale_ptr + (of_expert + row) * (2 * (INPUTS // GROUP))
+        SCALES: tl.constexpr = 2 * (INPUTS // GROUP)
+        scales = scale_ptr + of_expert * SCALES + row * SCALES
     if GROUP and M == 1 and x_ptr.dtype.element_ty != tl.float32:
         acc = _row_product(x_row, w_row, w_valid, scales, N, INPUTS, BLOCK_K, STAGES, GROUP, PTX)
     else:
