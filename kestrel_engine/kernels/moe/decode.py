@@ -47,8 +47,11 @@ def tiles_of_groups(sort: int, group: int) -> TilePair:
     """Returns the tiles of weights in 4 bits for a batch class. A step reads bytes of two groups of each row, or with a
     single token of several pairs of groups."""
     if sort == 1:
-        return TilePair(Tile(4, 4 * group, 2, 2, True), Tile(16, 2 * group, 4, 2, True))
-    return TilePair(Tile(32, group, 4, 3, True), Tile(64, min(group, 64), 4, 3, True))
+        return TilePair(Tile(4, 4 * group, 2, 2, True), Tile(32, 2 * group, 4, 2, True))
+    up = Tile(32, group, 4, 3, True)
+    if sort == MAX_TOKENS:
+        return TilePair(up, Tile(128, group, 4, 2, True))
+    return TilePair(up, Tile(64, min(group, 64), 4, 3, True))
 
 
 def batch_class(num_tokens: int) -> int:
