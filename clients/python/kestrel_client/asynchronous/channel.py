@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from ..calls.frame_messages import FramesStub
 from ..calls.frames import AsyncFrames, AsyncFrameSource, FrameCall
 from ..calls.hedging import Hedges
 from ..calls.open_channel import OpenChannel, async_servers
@@ -152,7 +152,7 @@ class AsyncChannel:
 
         async def open_stream(messages: Any, **handling: Any) -> Any:
             opened = await self._take()
-            stub = opened.stubs[VisionServiceStub]
+            stub = opened.stubs[FramesStub]
             return opened.stream(lambda: stub.StreamFrames(messages, **handling))
 
         return AsyncFrames(open_stream, prepare(*args, **kwargs), source)

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import grpc
 
-from .._pb.kestrel.v1 import common_pb2
 from .._pb.kestrel.v1 import vision_service_pb2 as pb
 from ..errors import STATUS_DROPPED, RpcError, UnavailableError, from_rpc_error
 from ..images.image_forms import ImageInput
 from ..values.frames import FrameResult, frame_result
 from ..values.tasks import Task
+from .frame_messages import ToImage, frame_bytes
 
 FrameSource: TypeAlias = Iterable[ImageInput]
 AsyncFrameSource: TypeAlias = Iterable[ImageInput] | AsyncIterable[ImageInput]
@@ -37,8 +37,7 @@ class FrameCall(NamedTuple):
 
     config: pb.FramesConfig
     tasks: dict[str, Task]
-    to_image: Callable[[ImageInput], common_pb2.Image]
-    """Makes the message of an image. It may read a file or fetch an address."""
+    to_image: ToImage
     handling: dict[str, Any]
     """Keyword arguments for gRPC."""
     reconnect: bool
@@ -62,19 +61,20 @@ class _Frames:
         self._unsent: list[ImageInput] = []
         """The frame that was taken from the source last, until it is sent. Another connection sends it."""
 
-    def _opening(self) -> pb.StreamFramesRequest:
+    def _opening(self) -> bytes:
         config = pb.FramesConfig()
         config.CopyFrom(self._frame_call.config)
         config.last_frame_id = self._last_id
-        return pb.StreamFramesRequest(config=config)
+        return pb.StreamFramesRequest(config=config).SerializeToString()
 
-    def _frame(self, image: ImageInput, message: common_pb2.Image) -> pb.StreamFramesRequest:
+    def _next_frame(self, image: ImageInput) -> bytes:
+        """Encodes ``image`` as the next frame. Blocks. ``_begin_frame`` must follow."""
+        return frame_bytes(self._last_id + 1, image, self._frame_call.to_image)
+
+    def _begin_frame(self, image: ImageInput) -> None:
         self._unsent.clear()
         self._last_id += 1
         self._under_way[self._last_id] = image
-        request = pb.StreamFramesRequest(frame=pb.Frame(frame_id=self._last_id))
-        request.frame.image.CopyFrom(message)  # The constructor would copy pixels six times.
-        return request
 
     def _take(self, response: pb.StreamFramesResponse) -> FrameResult:
         self._failures = 0
@@ -152,7 +152,7 @@ class Frames(_Frames):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _messages(self, connection: int) -> Iterator[pb.StreamFramesRequest]:
+    def _messages(self, connection: int) -> Iterator[bytes]:
         yield self._opening()
         try:
             while True:
@@ -163,7 +163,8 @@ class Frames(_Frames):
                     self._unsent = [image]
                     if connection != self._connection:
                         return
-                    message = self._frame(image, self._frame_call.to_image(image))
+                    message = self._next_frame(image)
+                    self._begin_frame(image)
                 yield message
         except StopIteration:
             return
@@ -240,7 +241,7 @@ class AsyncFrames(_Frames):
     async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
-    async def _messages(self, connection: int) -> AsyncIterator[pb.StreamFramesRequest]:
+    async def _messages(self, connection: int) -> AsyncIterator[bytes]:
         yield self._opening()
         try:
             while True:
@@ -251,8 +252,8 @@ class AsyncFrames(_Frames):
                     self._unsent = [image]
                     if connection != self._connection:
                         return
-                    made = await asyncio.to_thread(self._frame_call.to_image, image)
-                    message = self._frame(image, made)
+                    message = await asyncio.to_thread(self._next_frame, image)
+                    self._begin_frame(image)
                 yield message
         except StopAsyncIteration:
             return

@@ -54,6 +54,10 @@ ImageInput: TypeAlias = "EncodedImage | PixelArray | PIL.Image.Image | Readable 
 Pillow image, the handle of an image that the server stores, or in place of an image its features."""
 
 
+Pixels: TypeAlias = bytes | memoryview
+"""The bytes of raw pixels, row by row."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageHandle:
     """An image that the server stores: from ``put_image``, or made from a result's ``image_id``. All methods take
@@ -111,8 +115,11 @@ def loaded(image: ImageInput, limit: int) -> ImageInput:
     return data
 
 
-def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
+def to_image(
+    image: ImageInput, max_message_bytes: int, apart: list[Pixels] | None = None
+) -> common_pb2.Image:
     """Returns the message of an image. Reads files and fetches addresses. The message of a handle contains its id.
+    ``apart``: takes raw pixels in place of the message, without a copy if the array is contiguous.
 
     Raises InvalidImageError for an unsupported value, and RequestTooLargeError for an image that does not fit into
     ``max_message_bytes`` (a file's size is checked before it is read).
@@ -134,9 +141,9 @@ def to_image(image: ImageInput, max_message_bytes: int) -> common_pb2.Image:
             )
         return common_pb2.Image(image_id=image.image_id)
     if is_pillow(image):
-        return _from_pillow(image, max_message_bytes)
+        return _from_pillow(image, max_message_bytes, apart)
     if isinstance(image, PixelArray):
-        return _from_array(image, max_message_bytes)
+        return _from_array(image, max_message_bytes, apart)
     raise InvalidImageError(
         "an image must be a path, an http(s) address, bytes, an open file, a uint8 array, a Pillow image, "
         f"ImageFeatures or an ImageHandle, not {type(image).__name__}"
@@ -207,7 +214,7 @@ def _read(path: Path, limit: int) -> bytes:
     return data
 
 
-def _from_array(array: PixelArray, limit: int) -> common_pb2.Image:
+def _from_array(array: PixelArray, limit: int, apart: list[Pixels] | None) -> common_pb2.Image:
     height, width, channels = _array_shape(array)
     size = height * width * channels
     if size + _ENVELOPE_BYTES > limit:
@@ -215,7 +222,7 @@ def _from_array(array: PixelArray, limit: int) -> common_pb2.Image:
             return _png(to_pillow(array), size, limit)
         except MissingDependencyError as error:
             raise RequestTooLargeError(size, limit) from error
-    return _raw(array, width, height, channels)
+    return _raw(array, width, height, channels, apart)
 
 
 def _array_shape(array: PixelArray) -> tuple[int, int, int]:
@@ -232,7 +239,7 @@ def _array_shape(array: PixelArray) -> tuple[int, int, int]:
     return shape
 
 
-def _from_pillow(image: Any, limit: int) -> common_pb2.Image:
+def _from_pillow(image: Any, limit: int, apart: list[Pixels] | None) -> common_pb2.Image:
     _, ops = _pillow()
     upright = ops.exif_transpose(image)
     if upright.mode.startswith("I;16"):
@@ -245,14 +252,29 @@ def _from_pillow(image: Any, limit: int) -> common_pb2.Image:
     size = upright.width * upright.height * channels
     if size + _ENVELOPE_BYTES > limit:
         return _png(upright, size, limit)
-    return _raw(upright, upright.width, upright.height, channels)
+    return _raw(upright, upright.width, upright.height, channels, apart)
 
 
-def _raw(pixels: Any, width: int, height: int, channels: int) -> common_pb2.Image:
+def _raw(
+    pixels: Any, width: int, height: int, channels: int, apart: list[Pixels] | None
+) -> common_pb2.Image:
     raw = common_pb2.RawImage(width=width, height=height, format=_FORMATS[channels])
     image = common_pb2.Image(raw=raw)
-    image.raw.data = pixels.tobytes()  # In the constructor, they would be copied three more times.
+    if apart is None:
+        image.raw.data = (
+            pixels.tobytes()
+        )  # In the constructor, they would be copied three more times.
+    else:
+        apart.append(_bytes_of(pixels))
     return image
+
+
+def _bytes_of(pixels: Any) -> Pixels:
+    try:
+        view = memoryview(pixels)
+    except TypeError:  # Pillow's images, and arrays on a device.
+        return bytes(pixels.tobytes())
+    return view.cast("B") if view.c_contiguous else bytes(pixels.tobytes())
 
 
 def _png(image: Any, raw_size: int, limit: int) -> common_pb2.Image:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from .._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
+from ..calls.frame_messages import FramesStub
 from ..calls.frames import FrameCall, Frames, FrameSource
 from ..calls.hedging import Hedges
 from ..calls.open_channel import OpenChannel, servers
@@ -149,7 +149,7 @@ class Channel:
 
         def open_stream(messages: Any, **handling: Any) -> Any:
             opened = self._take()
-            stub = opened.stubs[VisionServiceStub]
+            stub = opened.stubs[FramesStub]
             return opened.stream(lambda: stub.StreamFrames(messages, **handling))
 
         return Frames(open_stream, prepare(*args, **kwargs), source)

@@ -18,7 +18,7 @@ from ..._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from ...connection import Connection
 from ...errors import InvalidRequestError
 from ...geometry import to_region
-from ...images.image_forms import ImageHandle, ImageInput, loaded, to_image
+from ...images.image_forms import ImageHandle, ImageInput, Pixels, loaded, to_image
 from ...images.known import KnownImages
 from ...images.request_images import request_images
 from ...values.counting import TokenCount, token_count
@@ -38,6 +38,7 @@ from ...values.tasks import (
     read_task_event,
     to_turns,
 )
+from ..frame_messages import FramesStub
 from ..frames import FrameCall
 from ..health import HealthStub
 from ..prepared_call import Method, PreparedCall, prepare_call
@@ -60,7 +61,10 @@ _EMBEDDING_DTYPES = words(pb.EmbeddingDtype)
 _E = TypeVar("_E")
 _T = TypeVar("_T", bound=Result)
 
-STUBS = (VisionServiceStub, ImageServiceStub, ModelServiceStub, BatchServiceStub, HealthStub)
+STUBS = (
+    *(VisionServiceStub, FramesStub, ImageServiceStub, ModelServiceStub, BatchServiceStub),
+    HealthStub,
+)
 """Those that the calls of Requests need."""
 
 _ANALYZE = vision_method("Analyze")
@@ -224,7 +228,11 @@ class Requests:
             "metadata": self._connection.call_metadata(options.get("metadata"), session),
         }
         return FrameCall(
-            config, by_key, lambda image: self._image(image, options), handling, reconnect
+            config,
+            by_key,
+            lambda image, pixels: self._image(image, options, pixels),
+            handling,
+            reconnect,
         )
 
     def embed(
@@ -309,8 +317,10 @@ class Requests:
     def _loaded(self, image: ImageInput) -> ImageInput:
         return loaded(image, self._connection.max_message_bytes)
 
-    def _image(self, image: ImageInput, options: HandlingOptions) -> common_pb2.Image:
-        message = to_image(image, self._connection.max_message_bytes)
+    def _image(
+        self, image: ImageInput, options: HandlingOptions, pixels: list[Pixels] | None = None
+    ) -> common_pb2.Image:
+        message = to_image(image, self._connection.max_message_bytes, pixels)
         if (background := options.get("background")) is not None:
             if not isinstance(background, str):
                 raise InvalidRequestError(f"background={background!r}: must be like '#ffffff'")
