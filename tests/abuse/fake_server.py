@@ -4,8 +4,8 @@ python -m tests.abuse.fake_server FLAGS OF SERVE…
 
 A step takes STEP_S; no step ends while the file named by HANG_FILE exists, or one with the process's number as its
 suffix. While a step hangs, each file with the suffix .passed lets 100 s pass, also for the event loop with MOVES_TIMERS
-set. With FAIL set no engine can be made. MODEL names the model. The template of workers runs this module too, as a
-fork of the fork server.
+set. With FAIL set no engine can be made. MODEL names the model. WALL is what the wall clock of all processes shows. The
+template of workers runs this module too, as a fork of the fork server.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ HANG_FILE = "ABUSE_HANG_FILE"
 MOVES_TIMERS = "ABUSE_MOVES_TIMERS"
 FAIL = "ABUSE_FAIL"
 MODEL = "ABUSE_MODEL"
+WALL = "ABUSE_WALL"
 TEMPLATE = "--template"
 LIMITS = RuntimeLimits(
     num_pages=40_000, page_size=2, max_batch_size=4, max_seq_length=20_000, vocab_size=400
@@ -51,6 +52,8 @@ def main(run: Callable[[], Any] = serve) -> Any:
     hang = Path(os.environ.get(HANG_FILE, "/nonexistent"))
     if os.environ.get(MOVES_TIMERS):
         sys.modules["uvloop"] = None  # type: ignore[assignment]  # Only asyncio's timers go by the moved clock.
+    if shown := os.environ.get(WALL):
+        clock.wall = lambda: float(shown)
     for_ever = hang.with_suffix(".forever")
     device_thread, (never, _) = ThreadPoolExecutor(1), os.pipe()
     moved = MovedClock()

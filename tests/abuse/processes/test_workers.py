@@ -19,7 +19,7 @@ from kestrel_client import AsyncKestrelClient
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
-from tests.abuse.fake_server import FAIL, NO_END
+from tests.abuse.fake_server import FAIL, NO_END, WALL
 from tests.abuse.process import ROOT, ServerProcess
 from tests.forking.process import run_forked
 from tests.service.statuses import failure
@@ -276,7 +276,8 @@ async def test_workers_share_a_principals_budget_also_after_one_is_killed(folder
     with Workers(folder) as server:
         _, tokens = await answered(server.address, 1)
     (again := folder / "again").mkdir()
-    with Workers(again, "--token-budget", f"day={10 * tokens}") as server:
+    # No day ends meanwhile.
+    with Workers(again, "--token-budget", f"day={10 * tokens}", **{WALL: "1.8e9"}) as server:
         assert (await answered(server.address, 6))[0] == 6
         pids = server.pids()
         os.kill(pids[0], signal.SIGKILL)
