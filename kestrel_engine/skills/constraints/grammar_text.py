@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...types.constraint import Constraint
+from .endless import endless_place
 from .schemas import parts, read_schema
 
 try:
@@ -118,6 +119,10 @@ def problem(constraint: Constraint, tokenizer: llguidance.LLTokenizer) -> str:
             said = _schema_problem(message)
             return f"at {where}: {said}" if where else said
         return _grammar_problem(message)
+    if constraint.kind == "json_schema":
+        assert isinstance(constraint.source, str)
+        if (circle := endless_place(read_schema(constraint.source))) is not None:
+            return f"at {circle}: requires itself without end; make a property optional, or permit null"
     first = matcher.compute_bitmask()
     message = first_line(matcher.get_error()) if matcher.is_error() else ""
     if message and message != _NOTHING_FOLLOWS:

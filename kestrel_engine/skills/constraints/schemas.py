@@ -101,13 +101,13 @@ def parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key in _MAPS:
         if isinstance(schema.get(key), Mapping):
             for name, inner in schema[key].items():
-                yield f"/{key}/{_escaped(name)}", inner
+                yield f"/{key}/{escaped(name)}", inner
 
 
 def _check(place: str, schema: dict[str, Any]) -> None:
     """Checks the keywords of ``schema`` itself, and rewrites them in the library's words. Raises ValueError."""
     for key in list(schema):
-        _check_keyword(f"{place}/{_escaped(key)}", key, schema)
+        _check_keyword(f"{place}/{escaped(key)}", key, schema)
     for key in _NUMBERS:
         if key in schema:
             _check_exact(f"{place}/{key}", schema[key])
@@ -249,6 +249,6 @@ def _constant(text: str) -> float:
     raise ValueError(f"is not JSON: {text} is not a number")
 
 
-def _escaped(name: str) -> str:
-    """RFC 6901."""
+def escaped(name: str) -> str:
+    """A name in a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")

@@ -236,6 +236,7 @@ def test_what_is_refused_before_it_is_compiled(value, field, words):
         ),
         ("json_schema", '{"type": "string", "minLength": 3, "maxLength": 2}', ""),
         ("json_schema", "[" * 100_000, "nested too deeply"),
+        ("json_schema", '{"$ref": "#"}', "at /$ref: requires itself without end"),
     ],
 )
 def test_the_place_of_an_error(compiler, kind, source, words):
