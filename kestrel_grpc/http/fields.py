@@ -35,13 +35,37 @@ a message of a conversation 3 us of the event loop. An image is one value."""
 _MOST = 2**31 - 1
 
 
+_MOST_LOOKS = 100
+"""Unknown names of a request in which a typing error is looked for: each takes 10 us of the event loop."""
+
+
+class Looks:
+    """How many unknown names of a request may still be compared with the known ones."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left = _MOST_LOOKS
+
+    def take(self) -> bool:
+        """Whether there was one left."""
+        self._left -= 1
+        return self._left >= 0
+
+
 class Fields:
-    """``path``: of the object in the request, for errors. ``addresses``: None if the server fetches no images."""
+    """``path``: of the object in the request, for errors. ``addresses``: None if the server fetches no images.
+    ``looks``: those of the request."""
 
     def __init__(
-        self, values: dict[str, Any], path: FieldPath = (), addresses: Addresses | None = None
+        self,
+        values: dict[str, Any],
+        path: FieldPath = (),
+        addresses: Addresses | None = None,
+        looks: Looks | None = None,
     ) -> None:
         self.values, self.path, self._addresses = values, path, addresses
+        self.looks = looks or Looks()
 
     def at(self, *inner: str | int) -> FieldPath:
         """The path of a field, or of what it holds."""
@@ -62,7 +86,7 @@ class Fields:
 
     def within(self, values: dict[str, Any], *inner: str | int) -> Fields:
         """The fields of an object that this one holds."""
-        return Fields(values, self.at(*inner), self._addresses)
+        return Fields(values, self.at(*inner), self._addresses, self.looks)
 
     def items(self, key: str) -> list[Any]:
         """Empty if the field is missing or null. Raises InvalidRequest."""

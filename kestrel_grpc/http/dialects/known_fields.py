@@ -62,12 +62,12 @@ def known_fields(name: str, more: Iterable[str] = ()) -> KnownFields:
         for field in fields.split()
     }
     return KnownFields(
-        table.get("where", base.where),
-        base.honoured - names("without") | names("honoured"),
-        {**base.refused, **refused},
-        base.ignored | names("ignored"),
-        table.get("remedy", base.remedy),
-        table.get("strict", False),
+        where=table.get("where", base.where),
+        honoured=base.honoured - names("without") | names("honoured"),
+        refused={**base.refused, **refused},
+        ignored=base.ignored | names("ignored"),
+        remedy=table.get("remedy", base.remedy),
+        is_strict=table.get("strict", False),
     )
 
 
@@ -87,14 +87,14 @@ MOONDREAM_FACE = known_fields("moondream_face")
 def _moondream(skill: str) -> KnownFields:
     known = known_fields("moondream", _SKILL_FIELDS[skill])
     elsewhere = set().union(*_SKILL_FIELDS.values()) - known.honoured - {"length"}
+    misplaced = dict.fromkeys(
+        MOONDREAM_SETTINGS.honoured - known.honoured, "is a setting; put it into settings"
+    )
     refused = {
-        **dict.fromkeys(
-            MOONDREAM_SETTINGS.honoured - known.honoured, "is a setting; put it into settings"
-        ),
         **dict.fromkeys(elsewhere, f"is not a field of /v1/{skill}; leave it out"),
         **known.refused,
     }
-    return replace(known, where=f"/v1/{skill}", refused=refused)
+    return replace(known, where=f"/v1/{skill}", refused=refused, misplaced=misplaced)
 
 
 MOONDREAM = {skill: _moondream(skill) for skill in _SKILL_FIELDS}
@@ -114,7 +114,8 @@ CHAT_PARTS = {
     )
 }
 """By type. ``input_text``, ``output_text`` and ``input_image`` are those of OpenAI's Responses interface."""
-GENERATE = known_fields("ollama_generate")
-OLLAMA_CHAT = known_fields("ollama_chat")
+_OPTIONS = dict.fromkeys(OLLAMA_SAMPLING.names, "is an option; put it into options")
+GENERATE = replace(known_fields("ollama_generate"), misplaced=_OPTIONS)
+OLLAMA_CHAT = replace(known_fields("ollama_chat"), misplaced=_OPTIONS)
 OLLAMA_MESSAGE = known_fields("ollama_message")
 OLLAMA_OPTIONS = known_fields("ollama_options", OLLAMA_SAMPLING.names)
