@@ -49,18 +49,18 @@ def product(
 
     On a CPU, `few_rows` computes the products of few rows if it can. Otherwise a weight in one of the forms for CPUs
     and few rows are multiplied in bfloat16, with sums in float32; a float32 x is rounded for it. `many_rows` computes
-    the products of many rows with int8 and int4 if it can and ``keeps_rows`` is False. All other products widen the
-    weight to x's dtype.
+    the products of many rows if it can, with int8 and int4 only if ``keeps_rows`` is False. All other products widen
+    the weight to x's dtype.
     """
     rows = x.numel() // x.shape[-1]
     if rows <= FEW_ROWS and weight.device.type == "cpu":
         y = _few(x.reshape(rows, -1), weight, scales, bias)
         if y is not None:
             return y.to(x.dtype).view(*x.shape[:-1], -1)
+    if rows > FEW_ROWS and not (keeps_rows and scales is not None) and many_rows.takes(x, weight):
+        return many_rows.product(x, weight, scales, bias)
     if scales is None:
         return F.linear(x, weight, bias)
-    if rows > FEW_ROWS and not keeps_rows and many_rows.takes(x, weight):
-        return many_rows.product(x, weight, scales, bias)
     # Sums of unscaled numbers exceed float16.
     in_range = x.dtype != torch.float16
     in_parts = _widens(x.dtype) or few_rows.is_in_blocks(weight)

@@ -10,8 +10,7 @@ row's result does not depend on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ..layers import LAYER_NORM_EPS, Linear, Mlp
 from . import decode_attention, few_rows, host_code
-from .host_code import LANES
+from .host_code import LANES, LINE
 
 if TYPE_CHECKING:
     from ..rope import Rotation
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 
 _FIRST_PART, _SECOND_PART = 32, 16
 """Rows of W that a thread takes at a time: of qkv and fc1, and of proj and fc2."""
-_SPINS = 1000
-"""The looks of a waiting thread, some 30 microseconds, before it offers its core to others between the looks."""
-_LINE = 8
-"""Numbers in a line of a cache."""
 _PARTS = "weight", "scales", "bias"
 _OF_BLOCK = (
     *("norm_weight", "norm_bias"),
@@ -88,7 +83,7 @@ class DecodeStep:
             "newest": attention.newest,
             "slots": attention.slots,
             "lengths": attention.lengths,
-            "sync": torch.zeros(1 + 2 * self._num_blocks, _LINE, dtype=torch.int64),
+            "sync": torch.zeros(1 + 2 * self._num_blocks, LINE, dtype=torch.int64),
             "q": x.new_empty(shape.rows, shape.dim),
             "scores": stream.new_empty(
                 rows, shape.heads, attention.longest + decode_attention.MORE
@@ -213,7 +208,7 @@ class _Code(host_code.Code):
             fc2 = self._linear("fc2", hidden, x, dim, inner, adds=True)
             self._prepare_input(proj, out, dim)
             self._prepare_input(fc2, hidden, inner)
-            with self._claims(block, 1, dim // _SECOND_PART) as part:
+            with self._claims(self._line(block, 1), long(dim // _SECOND_PART)) as part:
                 first = b.mul(part, long(_SECOND_PART))
                 for linear in (proj, fc2):
                     b.call(self._multiply, [linear, first, b.add(first, long(_SECOND_PART))])
@@ -222,7 +217,8 @@ class _Code(host_code.Code):
     def _multiply_first(self, block: Any, qkv: Any, fc1: Any) -> None:
         b, long, shape = self._b, self._long, self._shape
         of_qkv = 3 * shape.dim // _FIRST_PART
-        with self._claims(block, 0, of_qkv + shape.inner // _FIRST_PART) as part:
+        parts = long(of_qkv + shape.inner // _FIRST_PART)
+        with self._claims(self._line(block, 0), parts) as part:
             is_qkv = b.icmp_signed("<", part, long(of_qkv))
             its = b.select(is_qkv, part, b.sub(part, long(of_qkv)))
             first = b.mul(its, long(_FIRST_PART))
@@ -353,41 +349,6 @@ class _Code(host_code.Code):
     def _store(self, vector: Any, name: str, index: Any) -> None:
         self._b.store(vector, self._at(name, index, self._float), align=4)
 
-    @contextmanager
-    def _claims(self, block: Any, which: int, count: int) -> Iterator[Any]:
-        """The numbers below ``count`` that no other thread has taken, one after the other."""
-        b, long = self._b, self._long
-        line = b.add(b.mul(block, long(2)), long(1 + which))
-        taken = self._at("sync", b.mul(line, long(_LINE)), long)
-        test, body, after = (b.function.append_basic_block() for _ in range(3))
-        b.branch(test)
-        b.position_at_end(test)
-        part = b.atomic_rmw("add", taken, long(1), "monotonic")
-        b.cbranch(b.icmp_signed("<", part, long(count)), body, after)
-        b.position_at_end(body)
-        yield part
-        b.branch(test)
-        b.position_at_end(after)
-
-    def _meet(self) -> None:
-        """Waits until all threads are here."""
-        b, long = self._b, self._long
-        turn = b.add(b.load(self._turn, typ=long), self._of_team("num_threads"))
-        b.store(turn, self._turn)
-        arrived, looks = self._at("sync", long(0), long), self._variable(long)
-        b.atomic_rmw("add", arrived, long(1), "acq_rel")
-        test, wait, after = (b.function.append_basic_block() for _ in range(3))
-        b.branch(test)
-        b.position_at_end(test)
-        found = b.load_atomic(arrived, "acquire", 8, typ=long)
-        b.cbranch(b.icmp_signed("<", found, turn), wait, after)
-        b.position_at_end(wait)
-        so_far = b.load(looks, typ=long)
-        b.store(b.add(so_far, long(1)), looks)
-        with b.if_else(b.icmp_signed("<", so_far, long(_SPINS))) as (soon, late):
-            with soon:
-                b.call(self._known("llvm.x86.sse2.pause", self._none), [])
-            with late:
-                b.call(self._known("sched_yield", self._word), [])
-        b.branch(test)
-        b.position_at_end(after)
+    def _line(self, block: Any, which: int) -> Any:
+        """The line of ``sync`` for the first or the second claims of a block."""
+        return self._b.add(self._b.mul(block, self._long(2)), self._long(1 + which))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import few_rows, host_code
-from .host_code import LANES
+from .host_code import LANES, LINE
 
 MOST_SIZE, FEWEST = 128, 64
 """The largest head, and the fewest queries."""
@@ -68,7 +68,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     of_values[:, : keys // 2, :size, 1] = v[1::2].transpose(0, 1)
     scores = torch.empty(torch.get_num_threads(), _ROWS, padded, dtype=torch.float32)
     out = torch.empty(queries, heads, size, dtype=q.dtype)
-    pointers = (tensor.data_ptr() for tensor in (q, of_keys, of_values, scores, out))
+    sync = torch.zeros(2, LINE, dtype=torch.int64)
+    pointers = (tensor.data_ptr() for tensor in (q, of_keys, of_values, scores, out, sync))
     _compiled(size)(*pointers, queries, keys, padded, heads, q.stride(0))
     return out
 
@@ -79,10 +80,10 @@ def _compiled(size: int) -> Callable[..., None]:
 
 
 class _Code(host_code.Code):
-    """Each thread computes its share of the heads' blocks of queries, head by head."""
+    """Each thread takes a block of a head's queries after the other, head by head."""
 
     arguments = (
-        *("q", "of_keys", "of_values", "scores", "out"),  # pointers
+        *("q", "of_keys", "of_values", "scores", "out", "sync"),  # pointers
         *("queries", "keys", "padded", "heads", "stride"),
     )
 
@@ -94,12 +95,10 @@ class _Code(host_code.Code):
         b, long = self._b, self._long
         queries, padded = self._size("queries"), self._size("padded")
         blocks = b.sdiv(b.add(queries, long(_ROWS - 1)), long(_ROWS))
-        first, end = self._part(b.mul(self._size("heads"), blocks))
-        thread = b.sext(b.call(self._known("omp_get_thread_num", self._word), []), long)
-        begin = b.mul(thread, b.mul(padded, long(_ROWS)))
+        begin = b.mul(self._of_team("thread_num"), b.mul(padded, long(_ROWS)))
         lines = [b.add(begin, b.mul(padded, long(r))) for r in range(_ROWS)]
         last = b.sub(queries, long(1))
-        with self._loop(first, end, 1) as item:
+        with self._claims(long(1), b.mul(self._size("heads"), blocks)) as item:
             head = b.sdiv(item, blocks)
             start = b.mul(b.srem(item, blocks), long(_ROWS))
             # A block beyond the end computes the last query again.

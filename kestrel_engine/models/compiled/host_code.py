@@ -19,6 +19,10 @@ import torch
 
 LANES = 16
 """Numbers of 32 bits in a vector."""
+LINE = 8
+"""Numbers of 64 bits in a line of a cache."""
+_SPINS = 1000
+"""The looks of a waiting thread, some 30 microseconds, before it offers its core to others between the looks."""
 
 
 @cache
@@ -117,6 +121,8 @@ class Code:
         self._floats, self._words = self._vector(self._float), self._vector(self._word)
         self._module = module or ir.Module(name)
         self._b: Any = None
+        self._turn: Any = None
+        """How many arrivals a function has waited for: a variable, once the function calls `_meet`."""
 
     def module(self) -> Any:
         share = self._begin("share")
@@ -284,3 +290,42 @@ class Code:
         return found or self._ir.Function(
             self._module, self._ir.FunctionType(result, arguments), name
         )
+
+    @contextmanager
+    def _claims(self, line: Any, count: Any) -> Iterator[Any]:
+        """The numbers below ``count`` that no other thread has taken, one after the other. ``line``: the line of the
+        argument ``sync`` that counts them, which is zero before."""
+        b, long = self._b, self._long
+        taken = self._at("sync", b.mul(line, long(LINE)), long)
+        test, body, after = (b.function.append_basic_block() for _ in range(3))
+        b.branch(test)
+        b.position_at_end(test)
+        part = b.atomic_rmw("add", taken, long(1), "monotonic")
+        b.cbranch(b.icmp_signed("<", part, count), body, after)
+        b.position_at_end(body)
+        yield part
+        b.branch(test)
+        b.position_at_end(after)
+
+    def _meet(self) -> None:
+        """Waits until all threads are here. Line 0 of the argument ``sync`` counts them."""
+        b, long = self._b, self._long
+        turn = b.add(b.load(self._turn, typ=long), self._of_team("num_threads"))
+        b.store(turn, self._turn)
+        arrived, looks = self._at("sync", long(0), long), self._variable(long)
+        b.atomic_rmw("add", arrived, long(1), "acq_rel")
+        test, wait, after = (b.function.append_basic_block() for _ in range(3))
+        b.branch(test)
+        b.position_at_end(test)
+        found = b.load_atomic(arrived, "acquire", 8, typ=long)
+        b.cbranch(b.icmp_signed("<", found, turn), wait, after)
+        b.position_at_end(wait)
+        so_far = b.load(looks, typ=long)
+        b.store(b.add(so_far, long(1)), looks)
+        with b.if_else(b.icmp_signed("<", so_far, long(_SPINS))) as (soon, late):
+            with soon:
+                b.call(self._known("llvm.x86.sse2.pause", self._none), [])
+            with late:
+                b.call(self._known("sched_yield", self._word), [])
+        b.branch(test)
+        b.position_at_end(after)

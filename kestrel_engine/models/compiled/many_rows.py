@@ -1,9 +1,11 @@
-"""Products of many rows of bfloat16 with int8 and int4 weights on a CPU, in whole numbers: twice the rate of bfloat16.
+"""Products of many rows of bfloat16 on a CPU with weights in bfloat16, int8 and int4.
 
-A row of ``x`` is rounded to int8 over its whole range, torch multiplies (`torch._int_mm`, whose sums are exact), and
-each sum is scaled by its row's step and its weight's scale. Some rows of an int4 weight at a time are rounded to int8,
-each over its range, in steps of a sixteenth of those of its widest group. The rounding and the scaling are compiled by
-LLVM for the processor at hand, as is the GELU between such products. A row's result does not depend on the other rows.
+LLVM compiles them for the processor at hand.
+A thread takes 64 rows of W at a time. It brings them into the order of the processor's products, in memory that stays
+in its second cache, and multiplies a few rows of ``x`` at a time with them. With int8 and int4, a row of ``x`` is
+rounded to int8 over its whole range first, and sums are whole numbers: twice the rate of bfloat16. Rows of an int4
+weight are rounded to int8, each over its range, in steps of a sixteenth of those of its widest group. A row's result
+does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -17,61 +19,78 @@ import torch
 from torch import Tensor
 
 from . import few_rows, host_code
-from .host_code import LANES
+from .host_code import LANES, LINE
 
-SUMS = 1 << 21
-"""Sums that are scaled at a time. They stay in the processor's caches."""
 MOST_COLUMNS = 1 << 17
 """Of a weight: a sum of more products of two bytes may exceed 32 bits."""
+_ROWS, _BLOCKS = 6, 4
+"""Rows of ``x``, and blocks of 16 rows of W, whose sums are in registers together."""
+_PANEL = _BLOCKS * LANES
+_BETWEEN = 64
+"""Bytes between rounded rows, so that several rows do not share a place in the first cache."""
 
-_Kind = Literal["round", "scale", "gelu", "int4", "int8"]
+_Form = Literal["bf16", "int8", "int8 in blocks", "int4"]
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `product` multiplies ``x`` [..., K] with ``weight``: int8 [N, K], or in blocks as of `few_rows`."""
-    fits = few_rows.is_in_blocks(weight) or (weight.dtype == torch.int8 and weight.dim() == 2)
+    """Whether `product` multiplies ``x`` [..., K] with ``weight``: bfloat16 or int8 [N, K], or in blocks as of
+    `few_rows`."""
+    form = _form_of(weight)
+    needed, other = ("bf16", "amx-bf16") if form == "bf16" else ("vnni", "amx-int8")
     return (
-        fits
-        and weight.shape[0] % LANES == x.shape[-1] % LANES == 0
+        form is not None
+        and weight.is_contiguous()
+        and weight.shape[0] % LANES == 0
+        and x.shape[-1] % (2 if form == "bf16" else LANES) == 0
         and x.shape[-1] <= MOST_COLUMNS
         and _compiles(x)
-        and bool(host_code.features().get("avx512vnni"))
+        and bool(host_code.features().get(f"avx512{needed}"))
+        # torch's products use AMX.
+        and not host_code.features().get(other)
     )
 
 
-def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def _form_of(weight: Tensor) -> _Form | None:
+    if few_rows.is_in_blocks(weight):
+        return "int8 in blocks" if weight.dtype == torch.int8 else "int4"
+    if weight.dim() != 2:
+        return None
+    forms: dict[torch.dtype, _Form] = {torch.bfloat16: "bf16", torch.int8: "int8"}
+    return forms.get(weight.dtype)
+
+
+def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     """Returns ``x @ W.T + bias`` [..., N] in bfloat16 of what `takes` has accepted."""
+    form = _form_of(weight)
+    assert form is not None, (weight.dtype, weight.shape)
     rows, n, k = x.numel() // x.shape[-1], len(weight), x.shape[-1]
-    x = x.contiguous()
-    rounded = torch.empty(rows, k, dtype=torch.int8)
-    steps = torch.empty(rows, dtype=torch.float32)
-    run = _compiled("round")
-    run(x.data_ptr(), rounded.data_ptr(), steps.data_ptr(), 0, 0, rows, k, k)
-    y = x.new_empty(*x.shape[:-1], n)
-    scales = scales.bfloat16()
+    is_int, threads = form != "bf16", torch.get_num_threads()
+    words = k // (4 if is_int else 2)
+    scales = x.new_empty(0) if scales is None else scales.bfloat16()
     bias = x.new_zeros(n) if bias is None else bias.bfloat16()
-    columns = max(LANES, SUMS // rows // 64 * 64)
-    for first in range(0, n, columns):
-        some = slice(first, first + columns)
-        its, own = weight[some], scales[some]
-        if few_rows.is_in_blocks(weight):
-            its, own = _unpacked(its, own, k)
-        sums = torch._int_mm(rounded, its.t())
-        pointers = (own.data_ptr(), bias[some].data_ptr())
-        place = y.data_ptr() + first * y.element_size()
-        run = _compiled("scale")
-        run(sums.data_ptr(), place, steps.data_ptr(), *pointers, rows, sums.shape[1], n)
+    y = x.new_empty(*x.shape[:-1], n)
+    numbers = x = x.contiguous()
+    if is_int:
+        numbers = torch.empty(rows, k + _BETWEEN, dtype=torch.int8)
+    room = threads * -(-words // LANES) * LANES * _PANEL
+    tensors = {
+        "x": x,
+        "numbers": numbers,
+        "weight": weight,
+        "scales": scales,
+        "factors": scales.new_empty(n) if form == "int4" else scales,
+        "bias": bias,
+        "steps": torch.empty(rows if is_int else 0, dtype=torch.float32),
+        "sums": torch.empty(rows if is_int else 0, dtype=torch.int32),
+        "y": y,
+        "own": torch.empty(room, dtype=torch.int32),
+        "sync": torch.zeros(3, LINE, dtype=torch.int64),
+    }
+    pointers = [tensors[name].data_ptr() for name in _Code.tensors]
+    stride = words + _BETWEEN // 4 if is_int else words
+    groups = scales.shape[1] if form == "int4" else 1
+    _compiled(form)(*pointers, rows, n, words, stride, k // groups)
     return y
-
-
-def _unpacked(weight: Tensor, scales: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns a weight in blocks as int8 [N, K], and its scales [N] in bfloat16."""
-    n, is_int4 = len(weight), weight.dtype == torch.uint8
-    y, steps = torch.empty(n, k, dtype=torch.int8), scales.new_empty(n) if is_int4 else scales
-    pointers = (weight.data_ptr(), y.data_ptr(), steps.data_ptr(), scales.data_ptr())
-    group = k // scales.shape[1] if is_int4 else k
-    _compiled("int4" if is_int4 else "int8")(*pointers, 0, n // LANES, k, group)
-    return y, steps
 
 
 def gelu(x: Tensor) -> Tensor | None:
@@ -80,8 +99,8 @@ def gelu(x: Tensor) -> Tensor | None:
     if k % LANES or not _compiles(x):
         return None
     x = x.contiguous()
-    y = torch.empty_like(x)
-    _compiled("gelu")(x.data_ptr(), y.data_ptr(), 0, 0, 0, x.numel() // k, k, k)
+    y, sync = torch.empty_like(x), torch.zeros(2, LINE, dtype=torch.int64)
+    _compiled_gelu()(x.data_ptr(), y.data_ptr(), sync.data_ptr(), x.numel() // k, k)
     return y
 
 
@@ -96,35 +115,83 @@ def _compiles(x: Tensor) -> bool:
 
 
 @cache
-def _compiled(kind: _Kind) -> Callable[..., None]:
-    return host_code.compiled(_Code(kind))
+def _compiled(form: _Form) -> Callable[..., None]:
+    return host_code.compiled(_Code(form))
+
+
+@cache
+def _compiled_gelu() -> Callable[..., None]:
+    return host_code.compiled(_Gelu("gelu"))
+
+
+class _Gelu(host_code.Code):
+    """Each thread takes a row after the other."""
+
+    arguments = "x", "y", "sync", "rows", "columns"
+
+    def _share(self) -> None:
+        b, columns = self._b, self._size("columns")
+        with self._claims(self._long(1), self._size("rows")) as row:
+            begin = b.mul(row, columns)
+            with self._loop(begin, b.add(begin, columns), LANES) as at:
+                y = self._to_bfloat(self._gelu(self._bfloats("x", at)))
+                b.store(y, self._at("y", at, self._half), align=2)
 
 
 class _Code(host_code.Code):
-    """Each thread computes its rows, or blocks of 16. ``stride``: the numbers between two rows of ``y``, or those of a
-    group."""
+    """``numbers``: what is multiplied of ``x``, in rows of ``stride`` words of 32 bits, of which ``words`` count.
+    ``sums``: minus 128 times the sum of a row, because weights are read as w + 128. ``factors``: the scales of rows of
+    W. ``own``: ``words`` times 64 for each thread. ``group``: numbers that share a scale.
+    """
 
-    arguments = "x", "y", "steps", "scales", "bias", "rows", "columns", "stride"
+    tensors = (
+        *("x", "numbers", "weight", "scales", "factors", "bias", "steps", "sums", "y"),
+        *("own", "sync"),
+    )
+    arguments = (*tensors, "rows", "n", "words", "stride", "group")
 
-    def __init__(self, kind: _Kind) -> None:
-        super().__init__(f"many_rows_{kind}")
-        works = {"round": self._round, "scale": self._scale, "gelu": self._bend}
-        self._work = (works | {"int4": self._unpack_int4, "int8": self._unpack_int8})[kind]
+    def __init__(self, form: _Form) -> None:
+        super().__init__(f"many_rows_{form}")
+        self._is_int = form != "bf16"
+        in_blocks = {"int8 in blocks": self._copy_block, "int4": self._widen_block}
+        self._pack = in_blocks.get(form, self._turn_block)
 
     def _share(self) -> None:
-        first, end = self._part(self._size("rows"))
-        with self._loop(first, end, 1) as row:
-            self._work(row)
+        b, long, rows = self._b, self._long, self._size("rows")
+        self._turn = self._variable(long)
+        if self._is_int:
+            with self._claims(long(1), rows) as row:
+                self._round(row)
+            self._meet()
+        last = b.sub(b.sdiv(self._size("n"), long(LANES)), long(1))
+        words = b.and_(b.add(self._size("words"), long(LANES - 1)), long(-LANES))
+        own = b.mul(self._of_team("thread_num"), b.mul(words, long(_PANEL)))
+        with self._claims(long(2), b.sdiv(b.add(last, long(_BLOCKS)), long(_BLOCKS))) as panel:
+            # What is beyond the end is computed as the last block or row again.
+            blocks = [
+                self._least(b.add(b.mul(panel, long(_BLOCKS)), long(i)), last)
+                for i in range(_BLOCKS)
+            ]
+            for i, block in enumerate(blocks):
+                self._pack(block, b.add(own, long(i * LANES)))
+            with self._loop(long(0), rows, _ROWS) as first:
+                end = b.sub(rows, long(1))
+                some = [self._least(b.add(first, long(r)), end) for r in range(_ROWS)]
+                self._finish(some, blocks, self._multiply(some, own))
+
+    def _least(self, x: Any, y: Any) -> Any:
+        return self._b.select(self._b.icmp_signed("<", x, y), x, y)
 
     def _round(self, row: Any) -> None:
-        b, columns = self._b, self._size("columns")
-        begin = b.mul(row, columns)
+        b, long = self._b, self._long
+        columns = b.mul(self._size("words"), long(4))
+        begin, out = b.mul(row, columns), b.mul(row, b.mul(self._size("stride"), long(4)))
         end = b.add(begin, columns)
         one = (self._floats, self._floats)
         absolute, rint = (self._known(f"llvm.{name}.v16f32", *one) for name in ("fabs", "rint"))
         larger = self._known("llvm.maximum.v16f32", *one, self._floats)
         largest = self._known("llvm.vector.reduce.fmaximum.v16f32", self._float, self._floats)
-        top = self._variable(self._floats)
+        top, whole = self._variable(self._floats), self._variable(self._words)
         with self._loop(begin, end, LANES) as at:
             x = b.call(absolute, [self._bfloats("x", at)])
             b.store(b.call(larger, [b.load(top, typ=self._floats), x]), top)
@@ -136,76 +203,156 @@ class _Code(host_code.Code):
         inverse = b.fdiv(self._float(127.0), b.select(small, self._float(1.0), most))
         finite = b.fcmp_ordered("<", most, self._float(math.inf))
         inverse = self._splat(b.select(finite, inverse, self._float(0.0)))
-        with self._loop(begin, end, LANES) as at:
-            x = b.fmul(self._bfloats("x", at), inverse)
+        with self._loop(long(0), columns, LANES) as at:
+            x = b.fmul(self._bfloats("x", b.add(begin, at)), inverse)
             x = b.select(b.fcmp_ordered("ord", x, x), x, self._ir.Constant(self._floats, None))
             number = b.fptosi(b.call(rint, [x]), self._words)
-            place = self._at("y", at, self._byte)
+            b.store(b.add(b.load(whole, typ=self._words), number), whole)
+            place = self._at("numbers", b.add(out, at), self._byte)
             b.store(b.trunc(number, self._vector(self._byte)), place, align=1)
+        add = self._known("llvm.vector.reduce.add.v16i32", self._word, self._words)
+        total = b.call(add, [b.load(whole, typ=self._words)])
+        b.store(b.mul(total, self._word(-128)), self._at("sums", row, self._word))
 
-    def _scale(self, row: Any) -> None:
-        b, columns = self._b, self._size("columns")
-        sums, out = b.mul(row, columns), b.mul(row, self._size("stride"))
-        step = self._splat(self._load("steps", row, self._float))
-        with self._loop(self._long(0), columns, LANES) as at:
-            total = b.sitofp(self._load("x", b.add(sums, at), self._words), self._floats)
-            factor = b.fmul(self._bfloats("scales", at), step)
-            y = self._fma(total, factor, self._bfloats("bias", at))
-            self._store_bfloats(y, b.add(out, at))
+    def _multiply(self, rows: list[Any], own: Any) -> list[list[Any]]:
+        """The sums of products of some ``rows`` with the blocks that begin at ``own``."""
+        b, long = self._b, self._long
+        sums, kind, name = self._floats, self._vector(host_code.bfloat(), 32), "bf16.dpbf16ps"
+        if self._is_int:
+            sums, kind, name = self._words, self._vector(self._byte, 64), ".vpdpbusd"
+        dot = self._known(f"llvm.x86.avx512{name}.512", sums, sums, kind, kind)
+        totals = [[self._variable(sums) for _ in range(_BLOCKS)] for _ in rows]
+        if self._is_int:
+            for row, of_row in zip(rows, totals, strict=True):
+                for total in of_row:
+                    b.store(self._splat(self._load("sums", row, self._word)), total)
+        places = [b.mul(row, self._size("stride")) for row in rows]
+        with self._loop(long(0), self._size("words"), 1) as word:
+            at = b.add(own, b.mul(word, long(_PANEL)))
+            vectors = [
+                b.bitcast(self._load("own", b.add(at, long(i)), self._words), kind)
+                for i in range(0, _PANEL, LANES)
+            ]
+            for place, of_row in zip(places, totals, strict=True):
+                x = self._splat(self._load("numbers", b.add(place, word), self._word))
+                x = b.bitcast(x, kind)
+                for vector, total in zip(vectors, of_row, strict=True):
+                    b.store(b.call(dot, [b.load(total, typ=sums), vector, x]), total)
+        return [[b.load(total, typ=sums) for total in of_row] for of_row in totals]
 
-    def _bend(self, row: Any) -> None:
-        b, columns = self._b, self._size("columns")
-        begin = b.mul(row, columns)
-        with self._loop(begin, b.add(begin, columns), LANES) as at:
-            self._store_bfloats(self._gelu(self._bfloats("x", at)), at)
+    def _finish(self, rows: list[Any], blocks: list[Any], totals: list[list[Any]]) -> None:
+        b = self._b
+        for row, of_row in zip(rows, totals, strict=True):
+            out = b.mul(row, self._size("n"))
+            step = self._splat(self._load("steps", row, self._float)) if self._is_int else None
+            for block, total in zip(blocks, of_row, strict=True):
+                column = b.mul(block, self._long(LANES))
+                y, bias = total, self._bfloats("bias", column)
+                if self._is_int:
+                    factor = b.fmul(self._bfloats("factors", column), step)
+                    y = self._fma(b.sitofp(total, self._floats), factor, bias)
+                else:
+                    y = b.fadd(total, bias)
+                place = self._at("y", b.add(out, column), self._half)
+                b.store(self._to_bfloat(y), place, align=2)
 
-    def _unpack_int8(self, block: Any) -> None:
-        b, columns = self._b, self._size("columns")
-        start = b.mul(block, b.mul(columns, self._long(LANES)))
-        with self._loop(self._long(0), columns, 64) as at:
-            rows = self._rows(b.add(start, b.mul(at, self._long(LANES))))
-            for i, row in enumerate(rows):
-                place = b.add(b.add(start, b.mul(columns, self._long(i))), at)
-                b.store(row, self._at("y", place, self._byte), align=1)
+    def _turn_block(self, block: Any, own: Any) -> None:
+        """A block of a weight in rows."""
+        b, long, words = self._b, self._long, self._size("words")
+        begin = b.mul(b.mul(block, long(LANES)), words)
+        lanes = self._ir.Constant(self._words, list(range(LANES)))
+        truth = self._vector(self._ir.IntType(1))
+        load = self._known(
+            "llvm.masked.load.v16i32.p0", self._words, self._pointer, self._word, truth, self._words
+        )
+        none = self._ir.Constant(self._words, None)
+        with self._loop(long(0), words, LANES) as word:
+            left = self._splat(b.trunc(b.sub(words, word), self._word))
+            mask, found = b.icmp_signed("<", lanes, left), []
+            for row in range(LANES):
+                place = b.add(begin, b.add(b.mul(words, long(row)), word))
+                place = self._at("weight", place, self._word)
+                found.append(b.call(load, [place, self._word(2), mask, none]))
+            for i, vector in enumerate(self._turned(found)):
+                vector = b.xor(vector, self._flip()) if self._is_int else vector
+                self._keep(own, b.add(word, long(i)), vector)
 
-    def _unpack_int4(self, block: Any) -> None:
-        """Each group of a row has a table of its 16 numbers in int8, from which its weights are looked up."""
-        b, long, size, columns = self._b, self._long, self._size("stride"), self._size("columns")
-        groups = b.sdiv(columns, size)
-        begin, begin_scales = (b.mul(b.mul(block, long(LANES)), n) for n in (columns, groups))
-        numbers = self._ir.Constant(self._floats, list(map(float, range(LANES))))
-        bytes_, places = self._vector(self._byte, 64), list(range(LANES)) * 4
-        places = self._ir.Constant(self._vector(self._word, 64), places)
+    def _turned(self, rows: list[Any]) -> list[Any]:
+        """The first words of 16 vectors, then their second ones, and so on."""
+        halves = [[i // 2 + first + LANES * (i % 2) for i in range(LANES)] for first in (0, 8)]
+        masks = [self._ir.Constant(self._words, places) for places in halves]
+        for _ in range(LANES.bit_length() - 1):
+            pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
+            rows = [self._b.shuffle_vector(x, y, mask) for x, y in pairs for mask in masks]
+        return rows
+
+    def _flip(self) -> Any:
+        """Bytes w become w + 128."""
+        return self._ir.Constant(self._words, [-0x7F7F7F80] * LANES)
+
+    def _keep(self, own: Any, word: Any, vector: Any) -> None:
+        place = self._at("own", self._b.add(own, self._b.mul(word, self._long(_PANEL))), self._word)
+        self._b.store(vector, place, align=4)
+
+    def _copy_block(self, block: Any, own: Any) -> None:
+        b, long = self._b, self._long
+        begin = b.mul(block, b.mul(self._size("words"), long(LANES)))
+        with self._loop(long(0), self._size("words"), 1) as word:
+            vector = self._load("weight", b.add(begin, b.mul(word, long(LANES))), self._words)
+            self._keep(own, word, b.xor(vector, self._flip()))
+
+    def _widen_block(self, block: Any, own: Any) -> None:
+        """A block in 4 bits. Each group of a row has a table of its 16 numbers in int8. A vector has four numbers of
+        each row, and those of four rows share a quarter of it, so four tables are read and one is taken."""
+        b, long, size, words = self._b, self._long, self._size("group"), self._size("words")
+        groups = b.sdiv(b.mul(words, long(4)), size)
+        begin = b.mul(block, b.mul(words, long(LANES // 2)))
+        begin_scales = b.mul(block, b.mul(groups, long(LANES)))
+        bytes_ = self._vector(self._byte, 64)
         four, nibble = (self._ir.Constant(bytes_, [number] * 64) for number in (4, 15))
-        low, high = (self._splat(self._float(number)) for number in (-127, 127))
-        rint = self._known("llvm.rint.v16f32", self._floats, self._floats)
         look_up = self._known("llvm.x86.avx512.pshuf.b.512", *[bytes_] * 3)
         inverses = self._inverses(block, begin_scales, groups)
         with b.goto_entry_block():
-            tables = b.alloca(bytes_, 2 * LANES)
+            tables = b.ptrtoint(b.alloca(bytes_, 8), long)
+        truth = self._vector(self._ir.IntType(1), 64)
+        masks = [self._ir.Constant(truth, [i // 4 % 4 == j for i in range(64)]) for j in range(4)]
+        half = b.sdiv(size, long(4))
         with self._loop(long(0), groups, 2) as group:
-            with self._loop(long(0), long(2 * LANES), 1) as i:
-                at = b.add(begin_scales, b.add(b.mul(group, long(LANES)), i))
-                pair = self._splat(self._load("scales", at, self._word))
-                scale, zero = self._low_halves(pair), self._high_halves(pair)
-                inverse = b.extract_element(inverses, b.and_(i, long(LANES - 1)))
-                y = b.fmul(b.fsub(numbers, zero), b.fmul(scale, self._splat(inverse)))
-                y = b.select(b.fcmp_ordered(">", y, low), y, low)
-                y = b.call(rint, [b.select(b.fcmp_ordered("<", y, high), y, high)])
-                y = b.trunc(b.fptosi(y, self._words), self._vector(self._byte))
-                table = b.gep(tables, [i], source_etype=bytes_)
-                b.store(b.shuffle_vector(y, y, places), table)
-            first = b.mul(group, size)
-            start = b.add(b.sdiv(begin, long(2)), b.mul(first, long(LANES // 2)))
-            with self._loop(long(0), size, 64) as at:
-                rows = self._rows(b.add(start, b.mul(at, long(LANES))))
-                for i, row in enumerate(rows):
-                    place = b.add(b.add(begin, b.mul(columns, long(i))), b.add(first, at))
-                    for which, found in enumerate((b.lshr(row, four), b.and_(row, nibble))):
-                        table = b.gep(tables, [long(which * LANES + i)], source_etype=bytes_)
-                        found = b.call(look_up, [b.load(table, typ=bytes_), found])
-                        at_y = b.add(place, b.mul(size, long(which)))
-                        b.store(found, self._at("y", at_y, self._byte), align=1)
+            self._fill(tables, b.add(begin_scales, b.mul(group, long(LANES))), inverses)
+            first = b.sdiv(b.mul(group, size), long(4))
+            start = b.add(begin, b.mul(first, long(LANES // 2)))
+            with self._loop(long(0), half, 1) as at:
+                w = self._load("weight", b.add(start, b.mul(at, long(LANES))), self._words)
+                w = b.bitcast(w, bytes_)
+                for which, places in enumerate((b.lshr(w, four), b.and_(w, nibble))):
+                    found = self._ir.Constant(bytes_, None)
+                    for j, mask in enumerate(masks):
+                        table = self._place(tables, long(256 * which + 64 * j), self._byte)
+                        table = b.load(table, typ=bytes_, align=64)
+                        found = b.select(mask, b.call(look_up, [table, places]), found)
+                    word = b.add(b.add(first, at), b.mul(half, long(which)))
+                    self._keep(own, word, b.bitcast(found, self._words))
+
+    def _fill(self, tables: Any, at: Any, inverses: Any) -> None:
+        """Stores w + 128 for the 16 numbers of each row in two groups, whose scales begin at ``at``."""
+        b, long = self._b, self._long
+        numbers = self._ir.Constant(self._floats, list(map(float, range(LANES))))
+        low, high = (self._splat(self._float(number)) for number in (-127, 127))
+        rint = self._known("llvm.rint.v16f32", self._floats, self._floats)
+        with self._loop(long(0), long(2 * LANES), 1) as i:
+            pair = self._splat(self._load("scales", b.add(at, i), self._word))
+            scale, zero = self._low_halves(pair), self._high_halves(pair)
+            inverse = self._splat(b.extract_element(inverses, b.and_(i, long(LANES - 1))))
+            y = b.fmul(b.fsub(numbers, zero), b.fmul(scale, inverse))
+            y = b.select(b.fcmp_ordered(">", y, low), y, low)
+            y = b.call(rint, [b.select(b.fcmp_ordered("<", y, high), y, high)])
+            y = b.add(b.fptosi(y, self._words), self._ir.Constant(self._words, [128] * LANES))
+            # Row 4 a + b of a group is in quarter a of its table b.
+            quarter, table = b.and_(b.lshr(i, long(2)), long(3)), b.and_(i, long(3))
+            table = b.add(table, b.mul(b.lshr(i, long(4)), long(4)))
+            place = b.mul(b.add(b.mul(table, long(4)), quarter), long(LANES))
+            place = self._place(tables, place, self._byte)
+            b.store(b.trunc(y, self._vector(self._byte)), place, align=16)
 
     def _inverses(self, block: Any, begin: Any, groups: Any) -> Any:
         """Stores the steps of 16 rows, which reach the numbers farthest from zero. Returns one over each."""
@@ -222,38 +369,9 @@ class _Code(host_code.Code):
             b.store(b.call(larger, [b.load(top, typ=self._floats), reach]), top)
         steps = b.fdiv(b.load(top, typ=self._floats), self._splat(self._float(127.0)))
         steps = self._to_bfloat(steps)
-        place = self._at("steps", b.mul(block, long(LANES)), self._half)
+        place = self._at("factors", b.mul(block, long(LANES)), self._half)
         b.store(steps, place, align=2)
         steps = self._low_halves(b.zext(steps, self._words))
         above = b.fcmp_ordered(">", steps, self._splat(self._float(1e-30)))
         none = self._ir.Constant(self._floats, None)
         return b.select(above, b.fdiv(self._splat(self._float(1.0)), steps), none)
-
-    def _rows(self, start: Any) -> list[Any]:
-        """64 bytes of each row of a block: turns 16 vectors, each of which has 4 bytes of each row."""
-        found = []
-        for i in range(LANES):
-            place = self._at("x", self._b.add(start, self._long(64 * i)), self._byte)
-            found.append(self._b.load(place, typ=self._words, align=1))
-        words, doubles = (
-            [[4 * i + n for i in range(4) for n in each] for each in pair]
-            for pair in (([0, 16, 1, 17], [2, 18, 3, 19]), ([0, 1, 16, 17], [2, 3, 18, 19]))
-        )
-        quarters = [[8 * i + n + m for i in range(4) for n in range(4)] for m in (0, 4)]
-        rows, fours = [self._ir.Constant(self._words, None)] * LANES, []
-        for i in range(0, LANES, 4):
-            (a, b), (c, d) = (self._both(found[j], found[j + 1], words) for j in (i, i + 2))
-            fours.append([*self._both(a, c, doubles), *self._both(b, d, doubles)])
-        for i, (w, x, y, z) in enumerate(zip(*fours, strict=True)):
-            halves = self._both(w, x, quarters), self._both(y, z, quarters)
-            for j, (low, high) in enumerate(zip(*halves, strict=True)):
-                rows[4 * j + i], rows[4 * j + i + 8] = self._both(low, high, quarters)
-        return [self._b.bitcast(row, self._vector(self._byte, 64)) for row in rows]
-
-    def _both(self, a: Any, b: Any, places: Any) -> list[Any]:
-        """Two vectors of words from ``places`` of both."""
-        masks = (self._ir.Constant(self._words, each) for each in places)
-        return [self._b.shuffle_vector(a, b, mask) for mask in masks]
-
-    def _store_bfloats(self, x: Any, index: Any) -> None:
-        self._b.store(self._to_bfloat(x), self._at("y", index, self._half), align=2)

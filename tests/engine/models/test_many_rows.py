@@ -1,4 +1,4 @@
-"""Products of many rows with int8 and int4 weights on a CPU: exact for the rounded rows, and each row alone."""
+"""Products of many rows on a CPU: exact for the rows, which int8 and int4 weights round, and each row alone."""
 
 import pytest
 import torch
@@ -43,9 +43,8 @@ def rounded(x):
 @compiled
 @torch.inference_mode()
 @pytest.mark.parametrize(("n", "k"), [(48, 112), (208, 64), (16, 4304)])
-def test_products_are_those_of_the_rounded_rows_some_columns_at_a_time(n, k, monkeypatch):
+def test_products_are_those_of_the_rounded_rows(n, k):
     rows = FEW_ROWS + 5
-    monkeypatch.setattr(many_rows, "SUMS", 64 * rows)
     x, weight, scales, bias = case(rows, n, k)
     assert many_rows.takes(x, weight)
     values = widened(weight, scales, torch.float32)
@@ -63,9 +62,8 @@ def test_products_are_those_of_the_rounded_rows_some_columns_at_a_time(n, k, mon
 
 @compiled
 @torch.inference_mode()
-def test_weights_in_4_bits_are_rounded_to_int8_some_rows_at_a_time(monkeypatch):
+def test_weights_in_4_bits_are_rounded_to_int8(monkeypatch):
     rows, n, k = FEW_ROWS + 5, 80, 2048
-    monkeypatch.setattr(many_rows, "SUMS", 64 * rows)
     monkeypatch.setattr(few_rows, "SMALL", 0)
     x, _, _, bias = case(rows, n, k)
     wide = torch.randn(n, k) * torch.logspace(-2, 0, n).unsqueeze(1)
@@ -74,16 +72,33 @@ def test_weights_in_4_bits_are_rounded_to_int8_some_rows_at_a_time(monkeypatch):
     scales[3, 5] = torch.tensor([-0.3, 17.0])
     exact = widened(weight, scales, torch.float32)
     weight, scales = packed(weight, scales)
-    whole, steps = many_rows._unpacked(weight, scales, k)
-    found = whole.float() * steps.float().unsqueeze(1)
-    assert ((found - exact).abs() <= 0.51 * steps.float().unsqueeze(1)).all()
-    assert (steps.float() <= exact.abs().amax(-1) / 127 * 1.2 + 1e-30).all()
+    # A row with one number other than 0 has the product of a column.
+    ones = torch.eye(k).bfloat16()
+    found = product(ones, weight, scales, None).float().T
+    most = exact.abs().amax(-1, keepdim=True) / 127
+    assert ((found - exact).abs() <= 0.61 * most + 2**-8 * exact.abs()).all()
     wanted = F.linear(rounded(x), found, bias.float())
     error = (product(x, weight, scales, bias).float() - wanted).norm(dim=-1)
     assert (error < 0.004 * wanted.norm(dim=-1)).all()
     scales.view(n // 16, -1, 16, 2)[0, 7, 4] = torch.nan
     found = product(x, weight, scales, bias)
     assert found[:, 4].isnan().all() and found[:, 5:].isfinite().all()
+
+
+@pytest.mark.skipif(
+    not (few_rows.available() and host_code.features().get("avx512bf16")),
+    reason="needs a processor with products in bfloat16, and llvmlite",
+)
+@torch.inference_mode()
+@pytest.mark.parametrize(("n", "k"), [(48, 112), (208, 70)])
+def test_products_in_bfloat16_have_sums_in_float32(n, k):
+    x, weight, scales, bias = case(FEW_ROWS + 5, n, k)
+    weight = widened(weight, scales, torch.bfloat16)
+    assert many_rows.takes(x, weight)
+    found = product(x.view(3, -1, k), weight, None, bias).view(len(x), n)
+    wanted = F.linear(x.float(), weight.float(), bias.float())
+    assert ((found.float() - wanted).norm(dim=-1) < 2**-8 * wanted.norm(dim=-1)).all()
+    assert torch.equal(product(x[4:], weight, None, bias), found[4:]), "each row alone"
 
 
 @compiled
@@ -137,6 +152,9 @@ def test_other_processors_and_dtypes_keep_the_widened_product(monkeypatch):
     assert (total == 127 * 128 * many_rows.MOST_COLUMNS).all()
     wider = longest.new_empty(16, many_rows.MOST_COLUMNS + 16)
     assert not many_rows.takes(wider.bfloat16(), wider)
+    amx = dict(host_code.features()) | {"amx-int8": True, "amx-bf16": True}
+    monkeypatch.setattr(host_code, "features", lambda: amx)
+    assert not many_rows.takes(x, weight) and not many_rows.takes(x, weight.bfloat16())
     monkeypatch.setattr(host_code, "features", dict)
     assert not many_rows.takes(x, weight)
     wanted = F.linear(x.float(), widened(weight, scales, torch.float32), bias.float())
