@@ -10,7 +10,8 @@ The task is Detect with one object at most, through StreamFrames of a server in 
 another. "none": every frame is new, so nothing can be reused. "whole": the stream above, with the default settings,
 which reuse the results of equal frames. "crops": equal crops too (--crop-cache-bytes). "vision ms", "prefill ms" and
 "decode ms" are the device's work divided by the number of frames, "new ms" and "same ms" the median times of a frame
-that changed and of one that did not, from its arrival at the server to its answer.
+that changed and of one that did not, from its arrival at the server to its answer. "client CPU ms" and "server CPU ms"
+are the processor time of both processes for each frame, gRPC's threads included.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ MOST_IN_FLIGHT = 16
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A stream that was answered. ``seconds``: for all frames but the first. ``encoded``: crops that were encoded for
-    these. ``took_ms``: of each of these, whether it was computed, and its time."""
+    """A stream that was answered. ``seconds``: for all frames but the first. ``cpu_s``: the client's processor time for
+    these. ``encoded``: crops that were encoded for these. ``took_ms``: of each of these, whether it was computed, and
+    its time."""
 
     seconds: float
+    cpu_s: float
     encoded: int
     took_ms: list[tuple[bool, float]]
 
@@ -100,7 +103,7 @@ def _client(pipe: Connection, address: str) -> None:
 
     async def watch(stream: FrameStream, in_flight: int) -> Watched:
         given = stream.frames()
-        encoded, began = 0, 0.0
+        encoded, began, cpu_began = 0, 0.0, 0.0
         took: list[tuple[bool, float]] = []
         async with AsyncKestrelClient(address, timeout=None) as client:
             task = DetectTask("person", max_objects=1)
@@ -108,11 +111,12 @@ def _client(pipe: Connection, address: str) -> None:
                 async for frame in answered:
                     assert frame.analysis is not None, frame
                     if not began:
-                        began = time.perf_counter()
+                        began, cpu_began = time.perf_counter(), time.process_time()
                         continue
                     encoded += frame.encoded_crops
                     took.append((bool(frame.encoded_crops), frame.total_ms))
-        return Watched(time.perf_counter() - began, encoded, took)
+        cpu_s = time.process_time() - cpu_began
+        return Watched(time.perf_counter() - began, cpu_s, encoded, took)
 
     while (order := pipe.recv()) is not None:
         try:
@@ -136,7 +140,7 @@ async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> N
     plain = replace(opened.config, crop_cache_bytes=0)
     kept = replace(opened.config, crop_cache_bytes=CACHE_BYTES)
     sides = {"none": (plain, new), "whole": (plain, stream), "crops": (kept, stream)}
-    found: dict[tuple[str, int], list[tuple[Watched, list[StepEvent]]]] = {}
+    found: dict[tuple[str, int], list[tuple[Watched, float, list[StepEvent]]]] = {}
     for number in range(args.rounds):
         # The sides take turns, and the least times count, because other programs change these least.
         for name, (config, wanted) in sides.items():
@@ -146,10 +150,11 @@ async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> N
                     # Other frames each time, because the engine knows the earlier ones.
                     seed = number * MOST_IN_FLIGHT + in_flight
                     await watch(wanted._replace(count=warm_up, seed=-1 - seed), in_flight)
-                    began = time.monotonic()
+                    began, cpu_began = time.monotonic(), time.process_time()
                     watched = await watch(wanted._replace(seed=seed), in_flight)
+                    cpu_s = time.process_time() - cpu_began
                     steps = log.events(began, time.monotonic())
-                    found.setdefault((name, in_flight), []).append((watched, steps))
+                    found.setdefault((name, in_flight), []).append((watched, cpu_s, steps))
     title = (
         f"detect, frames of {size[0]}x{size[1]} with {stream.num_crops} crops, "
         f"tiles that change: {args.changed_tiles}"
@@ -157,7 +162,7 @@ async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> N
     for in_flight in args.in_flight:
         rates: dict[str, float] = {}
         for name, (_, wanted) in sides.items():
-            best, steps = min(found[name, in_flight], key=lambda each: each[0].seconds)
+            best, cpu_s, steps = min(found[name, in_flight], key=lambda each: each[0].seconds)
             rates[name] = (wanted.count - 1) / best.seconds
             report.add(
                 title,
@@ -173,6 +178,8 @@ async def measure(opened: Opened, args: argparse.Namespace, report: Report) -> N
                     "decode ms": 1e3 * sum(step.decode_s for step in steps) / wanted.count,
                     "new ms": best.median_ms(computed=True),
                     "same ms": best.median_ms(computed=False),
+                    "client CPU ms": 1e3 * best.cpu_s / (wanted.count - 1),
+                    "server CPU ms": 1e3 * cpu_s / wanted.count,
                 },
             )
         what = f"detect, {in_flight} in flight: crops against none"
