@@ -8,7 +8,7 @@ client does not retry a call after it has received initial metadata.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -60,6 +60,9 @@ class GrpcMethod:
     ) -> None:
         self.life, self.method, self._copies = life, method, copies
         self._pulls, self._writes, self._trailers = pulls, writes, trailers
+        self._ending: set[asyncio.Future[None]] = set()
+        """gRPC gets the status of these calls when their initial metadata is sent, however late. They would not end
+        without it."""
         self.behaviour = (
             handler.unary_unary
             or handler.unary_stream
@@ -132,14 +135,24 @@ class GrpcMethod:
             trailers = (*trailers, (NOT_BEGUN, "1"))
         extra = () if self._trailers is None else self._trailers(self.method)
         trailers = (*trailers, *call.ids, *extra)
+        ending: Awaitable[None] = _end(call, (call.code, message, trailers))
+        if call.is_greeting:
+            task = asyncio.ensure_future(ending)
+            self._ending.add(task)
+            task.add_done_callback(self._ended)
+            ending = asyncio.shield(task)
         try:
             async with asyncio.timeout(_LAST_WORD_S):
-                await call.greeted()
-                await call.context.abort(call.code, message, trailers)
+                await ending
         except (TimeoutError, grpc.aio.InternalError):
             # The client does not read, or its connection is closed. gRPC has the status and sends it after the unread
             # messages, or drops it with the connection. gRPC would log the traceback of any other exception.
             raise asyncio.CancelledError from None
+
+    def _ended(self, ending: asyncio.Future[None]) -> None:
+        self._ending.discard(ending)
+        if not ending.cancelled():
+            ending.exception()  # An AbortError, or that of a connection that is closed.
 
     def _refuse_metadata(self, call: Call, num_bytes: int) -> None:
         """Ends a call whose metadata has ``num_bytes``, which exceed the limit. An exception would keep the context in
@@ -152,6 +165,13 @@ class GrpcMethod:
         call.context.set_trailing_metadata((*trailers, *call.ids))
         self.life.watcher.end(call)
         call.release()
+
+
+async def _end(call: Call, status: tuple[grpc.StatusCode, str, Trailers]) -> None:
+    """Gives gRPC the status after initial metadata. Raises AbortError, and InternalError if the client has gone."""
+    context = call.context  # The call may be released in the meantime.
+    await call.greeted()
+    await context.abort(*status)
 
 
 def reading_handler(handle: Callable[..., Any], *, streams: bool, serializer: Any) -> Any:

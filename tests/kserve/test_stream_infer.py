@@ -11,6 +11,7 @@ import pytest
 from kestrel_client._pb.inference import grpc_service_pb2 as pb
 from kestrel_client._pb.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2
+from kestrel_grpc.edge.calls.call import Call
 from kestrel_grpc.settings.security import CallLimits, SecurityConfig
 from tests.kserve.conftest import infer, jpeg, output
 from tests.service.conftest import LOCAL, NO_END, EndlessRuntime, HeldRuntime
@@ -178,6 +179,37 @@ async def test_a_reader_too_slow_for_the_first_response_gets_a_status(moved_cloc
         with pytest.raises(grpc.aio.AioRpcError) as error:
             async with asyncio.timeout(100_000):
                 await all_of(call)
+    assert read(error.value).reason == "SLOW_READER"
+
+
+async def test_a_call_ends_whose_initial_metadata_is_sent_after_its_handler(
+    moved_clock, serve, monkeypatch
+):
+    """gRPC takes the status only then. The call would never end without it."""
+    sent, handled = asyncio.Event(), asyncio.Event()
+
+    def greet(call: Call, metadata: Any) -> None:
+        async def send(context=call.context) -> None:
+            await sent.wait()
+            await context.send_initial_metadata(metadata)
+
+        if not call.is_greeting:
+            call._greeting = asyncio.create_task(send())
+
+    monkeypatch.setattr(Call, "greet", greet)
+    monkeypatch.setattr(
+        Call, "release", lambda call, release=Call.release: (release(call), handled.set())
+    )
+    served = await serve(server_config=limits(read_s=1e6, deadline_s=None))
+    call = GRPCInferenceServiceStub(served.channel).ModelStreamInfer([infer(id="a", SKILL="smell")])
+    answer = asyncio.ensure_future(all_of(call))
+    await until(
+        lambda: moved_clock.advance(10) or (served.server.in_flight.count == 0 and handled.is_set())
+    )
+    assert not answer.done()
+    sent.set()
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await answer
     assert read(error.value).reason == "SLOW_READER"
 
 

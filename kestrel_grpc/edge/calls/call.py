@@ -146,13 +146,19 @@ class Call:
             self._greeting = asyncio.get_running_loop().create_task(sending)
             self._greeting.add_done_callback(_heard)
 
+    @property
+    def is_greeting(self) -> bool:
+        """Whether initial metadata is on its way to gRPC."""
+        return self._greeting is not None and not self._greeting.done()
+
     async def greeted(self) -> None:
         """Waits until initial metadata is sent, if that has begun. Raises the error with which it failed."""
-        if self._greeting is None:
+        greeting = self._greeting  # The call may be released in the meantime.
+        if greeting is None:
             return
-        if not self._greeting.done():  # A shield takes two more rounds of the event loop.
-            await asyncio.shield(self._greeting)
-        self._greeting.result()
+        if not greeting.done():  # A shield takes two more rounds of the event loop.
+            await asyncio.shield(greeting)
+        greeting.result()
 
     @property
     def owner(self) -> str:
