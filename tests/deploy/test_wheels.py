@@ -91,6 +91,7 @@ def test_a_wheel_holds_its_packages_and_their_data_only(builds):
     }  # fmt: skip
     for data in (
         "kestrel_grpc/services/kestrel.v1.binpb",
+        "kestrel_engine/bundled/kestrel_small/model.safetensors",
         "kestrel_engine/bundled/kestrel_tiny/sample.jpg",
     ):
         assert data in names

@@ -11,6 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from kestrel_engine import RuntimeConfig, maintenance
+from kestrel_engine.checkpoint.catalog import BUNDLED
+from kestrel_engine.checkpoint.checksums import checksum, read_sums
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.types.model_config import parse_model_config
@@ -33,18 +36,32 @@ def _load_exported(folder: Path) -> Learner:
     return Learner(config, {name.removeprefix("model."): t.float() for name, t in tensors.items()})
 
 
-def test_files_fit_the_package(bundled: Path) -> None:
-    assert (bundled / "model.safetensors").stat().st_size <= 22_000_000
-    assert (bundled / "sample.jpg").stat().st_size < 100_000
-
-
-def test_tensors_are_bfloat16_under_the_released_names(bundled: Path) -> None:
-    config = parse_model_config(json.loads((bundled / "config.json").read_text()))
+@pytest.mark.parametrize(
+    ("name", "largest", "shape"),
+    [("kestrel_tiny", 22_000_000, [8, 256, 256]), ("kestrel_small", 60_000_000, [1536, 384])],
+)
+def test_the_files_have_their_checksums_and_fit_the_package(
+    name: str, largest: int, shape: list[int]
+) -> None:
+    """The tensors are bfloat16 under the released names."""
+    folder = BUNDLED / name
+    for file, known in read_sums(folder).items():
+        assert checksum(folder / file) == known, file
+    assert (folder / "model.safetensors").stat().st_size <= largest
+    assert (folder / "sample.jpg").stat().st_size < 100_000
+    config = parse_model_config(json.loads((folder / "config.json").read_text()))
     wanted = {f"model.{name}" for name in expected_tensors(config)}
-    with safe_open(bundled / "model.safetensors", "pt") as file:
+    with safe_open(folder / "model.safetensors", "pt") as file:
         assert set(file.keys()) == wanted
-        assert file.get_slice("model.text.blocks.1.mlp.fc1.weight").get_shape() == [8, 256, 256]
+        assert file.get_slice("model.text.blocks.1.mlp.fc1.weight").get_shape() == shape
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+async def test_verify_of_kestrel_small_finds_the_known_answers() -> None:
+    config = RuntimeConfig(model="kestrel-small", device="cpu", cpu_threads=1)
+    found = [each async for each in maintenance.accept(config)]
+    assert [each.status for each in found if each.check == "answer"] == ["ok", "ok"]
 
 
 @torch.no_grad()
@@ -119,7 +136,7 @@ async def test_the_engine_says_what_the_reference_says(
     bundled: Path, writer: PromptWriter, index: int
 ) -> None:
     pytest.importorskip("pyvips")
-    from kestrel_engine import InferenceEngine, RuntimeConfig
+    from kestrel_engine import InferenceEngine
 
     model = _load_exported(bundled)
     scored = {**GREEDY, "logprobs": True}
@@ -186,7 +203,7 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
 ) -> None:
     """Each turn is computed on the pages of the turns before it; the reference computes all of them anew."""
     pytest.importorskip("pyvips")
-    from kestrel_engine import InferenceEngine, RuntimeConfig
+    from kestrel_engine import InferenceEngine
 
     model = _load_exported(bundled)
     config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, page_size=PAGE)

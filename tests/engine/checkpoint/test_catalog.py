@@ -2,23 +2,22 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_engine.checkpoint.catalog import KNOWN, STARMIE, HubCheckpoint, resolve
+from kestrel_engine.checkpoint.catalog import BUNDLED, KNOWN, STARMIE, HubCheckpoint, resolve
 from kestrel_engine.errors import ConfigError
 
 
 def test_known_models() -> None:
     assert list(KNOWN) == [
+        "kestrel-small",
         "kestrel-tiny",
         "moondream2",
         "moondream3-preview",
         "moondream3.1-9b-a2b",
     ]
-    tiny = resolve("kestrel-tiny")
-    assert (
-        tiny.hub is None
-        and tiny.path
-        and tiny.path.parts[-3:] == ("kestrel_engine", "bundled", "kestrel_tiny")
-    )
+    for name in ("kestrel-small", "kestrel-tiny"):
+        bundled = resolve(name)
+        assert bundled.hub is None and bundled.family == "moondream3" and bundled.path
+        assert bundled.path == BUNDLED / name.replace("-", "_")
     md2 = resolve("Moondream2")
     assert md2.hub is not None and md2.hub.sha256 is not None
     assert (md2.hub.repo, md2.hub.file) == ("vikhyatk/moondream2", "model.safetensors")
