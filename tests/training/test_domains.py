@@ -22,6 +22,7 @@ from training.domains.phrasing import off_topic, vary
 from training.domains.picture import NOT_SHOWN, SAME_COLUMN, Ask, Mark, Picture, find, in_order
 from training.domains.screens import draw as screens
 from training.domains.shapes.draw import _caption, _grid_scene, draw_with_pillow, turned
+from training.domains.text.documents import receipt
 from training.domains.text.page import Page
 from training.mixture import draw_picture
 from training.scenes.captions import named_objects, objects_of
@@ -281,6 +282,20 @@ def test_questions_about_a_table(sources: Path) -> None:
                 values += 1
                 assert ask.answer in shown
     assert values > 20
+
+
+def test_what_is_absent_is_asked_for_in_the_words_of_what_is_there(sources: Path) -> None:
+    """A way to ask that only one of the two had would tell the answer."""
+    openings: dict[str, set[str]] = {"absent": set(), "text receipt price": set()}
+    for seed in range(60):
+        for ask in receipt(random.Random(seed), 500, 400, False)[1]:
+            openings.setdefault(ask.kind, set()).add(ask.text.lower().partition(" of ")[0])
+    ways = {"what is the price", "price"}
+    assert ways <= openings["absent"] and ways <= openings["text receipt price"]
+    table = {"labels": ["Oslo", "Rome", "Paris"], "series": [{"name": "Plan"}, {"name": "Actual"}]}
+    asks = [charts._absent(random.Random(seed), table) for seed in range(60)]
+    said = {ask.answer.removeprefix("There is no ") for ask in asks}
+    assert "Berlin." in said and not said & {"Oslo.", "Rome.", "Paris.", "Plan.", "Actual."}
 
 
 def test_a_value_is_rounded_as_it_can_be_read() -> None:

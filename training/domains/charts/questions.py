@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from training.domains.charts.tables import GROUPS, PLACES
 from training.domains.phrasing import read, tell
 from training.domains.picture import Ask
+from training.domains.text.words import dictionary
 from training.scenes.phrases import WAYS
 
 SPOKEN = {"bar": "bar chart", "line": "line chart", "pie": "pie chart", "scatter": "scatter plot"}
@@ -113,7 +115,22 @@ def _about_series(
 
 
 def _absent(rng: random.Random, t: dict[str, Any]) -> Ask:
-    there = {*t["labels"], *(s["name"] for s in t["series"])}
-    names = ("Atlantis", "2031", "Robots", "Kiwis", "Zurich", "Dec", "Sun", "H")
-    other = rng.choice([name for name in names if name not in there])
-    return tell(rng, "absent", WAYS["chart value absent"], f"There is no {other}.", l=other)
+    """The value of a label, or of a series, that other charts have: the best are of the chart's own group."""
+    series, groups = [s["name"] for s in t["series"]], [group.split(",") for group in GROUPS]
+    there = {*t["labels"], *series}
+    near = [name for group in groups if len(there & {*group}) > 1 for name in group]
+    made_up, year = rng.choice(dictionary()).capitalize()[:9], str(rng.randint(1980, 2026))
+    names = [
+        *rng.sample(near, min(3, len(near))),
+        rng.choice(rng.choice(groups)),
+        rng.choice(PLACES),
+        made_up,
+        year,
+    ]
+    other = rng.choice([name for name in names if name not in there] or ["Atlantis"])
+    if len(series) == 1 or rng.random() < 0.3:
+        return tell(rng, "absent", WAYS["chart value"], f"There is no {other}.", l=other)
+    s, label = (
+        (other, rng.choice(t["labels"])) if rng.random() < 0.5 else (rng.choice(series), other)
+    )
+    return tell(rng, "absent", WAYS["chart value of series"], f"There is no {other}.", s=s, l=label)

@@ -35,26 +35,31 @@ def ask_about(rng: random.Random, elements: list[Element], place: Place, width: 
 def _about_one(rng: random.Random, e: Element, place: Place) -> Iterator[Ask]:
     role, name, box = e["role"], e["name"], place.box(e["box"])
     if role in CLICKED:
-        thing, lower = rng.choice(SPOKEN[role]), name.lower()
-        ways = [
-            f'the "{name}" {thing}',
-            f"{name} {thing}",
-            f"{lower} {thing}",
-            f"the {lower} {thing}",
-        ]
-        ways.append(f'"{name}"')
-        if role in ("button", "link"):
-            to_do = lower.rstrip("?")
-            ways += [f"where to click to {to_do}", f'where do I click for "{name}"?', name]
-        if role in ("input", "select"):
-            ways += [f"where to enter {lower}", f"field for {lower}"]
-            ways.append(f"the field to type {lower} into")
-        if role in ("checkbox", "radio"):
-            ways += [f"where to switch {lower} on or off"]
+        ways = _named(rng, role, name)
         yield find("point", "screens click", rng.choice(ways), [box])
         if rng.random() < 0.5:
             yield find("detect", "screens element", rng.choice(ways[:5]), [box])
     yield from _read(rng, e)
+
+
+def _named(rng: random.Random, role: str, name: str) -> list[str]:
+    """The ways to name what is clicked; the first five name the element."""
+    thing, lower = rng.choice(SPOKEN[role]), name.lower()
+    ways = [
+        f'the "{name}" {thing}',
+        f"{name} {thing}",
+        f"{lower} {thing}",
+        f"the {lower} {thing}",
+        f'"{name}"',
+    ]
+    if role in ("button", "link"):
+        to_do = lower.rstrip("?")
+        ways += [f"where to click to {to_do}", f'where do I click for "{name}"?', name]
+    if role in ("input", "select"):
+        ways += [f"where to enter {lower}", f"field for {lower}", f"the field to type {lower} into"]
+    if role in ("checkbox", "radio"):
+        ways += [f"where to switch {lower} on or off"]
+    return ways
 
 
 def _read(rng: random.Random, e: Element) -> Iterator[Ask]:
@@ -109,10 +114,15 @@ def _about_all(
 def _absent(rng: random.Random, elements: list[Element]) -> Iterator[Ask]:
     there = {e["name"].lower() for e in elements} | {e.get("value", "").lower() for e in elements}
     name = rng.choice([n for n in ACTIONS + FIELDS + OPTIONS + SECTIONS if n.lower() not in there])
-    thing = "button" if name in ACTIONS else "field" if name in FIELDS else "option"
-    text = rng.choice((f"{name} {thing}", f'"{name}"', f'the "{name}" {thing}', name.lower()))
-    yield Ask(rng.choice(("point", "detect")), "absent", text)
-    yield tell(rng, "absent", WAYS["element"], "no", n=name, t=thing)
+    role = "button" if name in ACTIONS else "input" if name in FIELDS else "checkbox"
+    ways = _named(rng, role, name)
+    yield Ask("point", "absent", rng.choice(ways))
+    yield Ask("detect", "absent", rng.choice(ways[:5]))
+    yield tell(rng, "absent", WAYS["element"], "no", n=name, t=SPOKEN[role][0])
+    if role == "input":
+        yield tell(
+            rng, "absent", WAYS["field"], f"There is no {name.lower()}.", n=name, l=name.lower()
+        )
     named = [e for e in elements if e["role"] in ("button", "input", "checkbox")]
     shown = rng.choice(named or elements)
     thing = SPOKEN.get(shown["role"], ("text",))[0]

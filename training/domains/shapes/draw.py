@@ -188,7 +188,8 @@ def _missing(rng: random.Random, scene: Scene) -> Ask | None:
     if phrase.find(scene):
         return None
     said = f"There is no {phrase.plain()}."
-    return tell(rng, "absent", WAYS["absent shape"], said, p=phrase.words(rng))
+    ways = f"{WAYS['colour']}|{WAYS['place']}|How big is the {{p}}?"
+    return tell(rng, "absent", ways, said, p=phrase.words(rng), c=rng.choice(("colour", "color")))
 
 
 def _segment(rng: random.Random, scene: Scene) -> Ask | None:

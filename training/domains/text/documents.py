@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from training.domains.ground import Rgb, draw_ground, ink_for
 from training.domains.phrasing import read, tell
@@ -138,10 +138,24 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
     asks.append(read(rng, "text receipt price", WAYS["receipt price"], money[k], g=bought))
     asks.append(read(rng, "text receipt shop", WAYS["receipt shop"], shop))
     asks.append(read(rng, "text receipt date", WAYS["receipt date"], when))
+    asks.append(read(rng, "text receipt time", WAYS["receipt time"], clock))
     asks.append(tell(rng, "text receipt count", WAYS["receipt count"], str(items)))
-    absent = rng.choice([g for g in w.GOODS if g not in goods]).lower()
-    asks.append(tell(rng, "absent", WAYS["price absent"], f"There is no {absent}.", g=absent))
+    asks.append(_missing(rng, "receipt price", w.GOODS, goods, "g"))
     return page, rng.sample(asks, 4)
+
+
+def _missing(
+    rng: random.Random,
+    ways: str,
+    every: Sequence[str],
+    have: Sequence[str],
+    field: str,
+    **words: str,
+) -> Ask:
+    """A question about what the page hasn't got, in the same words as about what it has."""
+    name = rng.choice([each for each in every if each not in have])
+    said = rng.choice((name, name.lower()))
+    return tell(rng, "absent", WAYS[ways], f"There is no {name.lower()}.", **{field: said}, **words)
 
 
 def _value(rng: random.Random, key: str) -> str:
@@ -175,9 +189,7 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     for k in rng.sample(range(len(keys)), min(2 if held else 4, len(keys))):
         key = rng.choice((keys[k], keys[k].lower()))
         asks.append(read(rng, "text value", WAYS["value"], values[k], k=key))
-    missing = rng.choice([key for key in w.KEYS if key not in keys]).lower()
-    asks.append(tell(rng, "absent", WAYS["value absent"], f"There is no {missing}.", k=missing))
-    return page, asks
+    return page, [*asks, _missing(rng, "value", w.KEYS, keys, "k")]
 
 
 def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
@@ -219,7 +231,7 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
     for _ in range(1 if held else 4):
         r, c = rng.randrange(rows), rng.randrange(1, columns)
         asks.append(read(rng, "text cell", WAYS["cell"], cells[r][c], h=heads[c], n=names[r]))
-    return page, asks
+    return page, [*asks, _missing(rng, "cell", w.dictionary(), names, "n", h=heads[c])]
 
 
 KINDS: tuple[tuple[Document, int], ...] = (
