@@ -23,6 +23,7 @@ from training.learning import checkpoints
 
 LARGEST = 60_000_000  # bytes of the weights in the wheel
 SEED, ABSENT = 41, 3
+OUTLINED = 4  # times as many pictures of shapes for the curve of outlines: each gives few
 DOMAINS = tuple(domain for domains in SETS.values() for domain in domains)
 
 
@@ -46,7 +47,8 @@ def release(checkpoint: Path, folder: Path, each: int, device: str = "cpu") -> N
     if size > LARGEST:
         raise ValueError(f"the weights have {size} bytes; the wheel holds {LARGEST}")
     if each:
-        every, shapes = (calibrate(folder, some, each, device) for some in (DOMAINS, ["shapes"]))
+        every = calibrate(folder, DOMAINS, each, device)
+        shapes = calibrate(folder, ["shapes"], OUTLINED * each, device)
         outlines = {name: curve for name, curve in shapes.curves.items() if name == "segment"}
         curves = {name: every.curves[name] for name in every.curves if name != "segment"} | outlines
         for name, curve in curves.items():
