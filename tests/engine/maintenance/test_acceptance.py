@@ -239,4 +239,4 @@ async def test_without_a_known_answer_speed_and_memory_are_still_measured(
 async def test_weights_of_unknown_origin_have_no_known_answer(folder: Path) -> None:
     (found,) = [each async for each in maintenance.accept(RuntimeConfig(model_path=folder))]
     assert found.status == "warn" and found.remedy
-    assert f"no answer is known for {folder}, only for kestrel-small, kestrel-tiny, moondream2" in found.message
+    assert f"known for {folder}, only for kestrel-small, kestrel-tiny, moondream2" in found.message
