@@ -135,27 +135,20 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
     k = rng.randrange(items)
     asks = [read(rng, "text receipt total", WAYS["receipt total"], money[-1])]
     bought = rng.choice((goods[k], goods[k].lower()))
-    asks.append(read(rng, "text receipt price", WAYS["receipt price"], money[k], g=bought))
+    asks.append(read(rng, "text receipt price", WAYS["receipt price"], money[k], k=bought))
     asks.append(read(rng, "text receipt shop", WAYS["receipt shop"], shop))
     asks.append(read(rng, "text receipt date", WAYS["receipt date"], when))
     asks.append(read(rng, "text receipt time", WAYS["receipt time"], clock))
     asks.append(tell(rng, "text receipt count", WAYS["receipt count"], str(items)))
-    asks.append(_missing(rng, "receipt price", w.GOODS, goods, "g"))
+    asks.append(_missing(rng, WAYS["receipt price"], w.GOODS, goods))
     return page, rng.sample(asks, 4)
 
 
-def _missing(
-    rng: random.Random,
-    ways: str,
-    every: Sequence[str],
-    have: Sequence[str],
-    field: str,
-    **words: str,
-) -> Ask:
+def _missing(rng: random.Random, ways: str, every: Sequence[str], have: Sequence[str]) -> Ask:
     """A question about what the page hasn't got, in the same words as about what it has."""
     name = rng.choice([each for each in every if each not in have])
     said = rng.choice((name, name.lower()))
-    return tell(rng, "absent", WAYS[ways], f"There is no {name.lower()}.", **{field: said}, **words)
+    return tell(rng, "absent", ways, f"There is no {name.lower()}.", k=said)
 
 
 def _value(rng: random.Random, key: str) -> str:
@@ -189,7 +182,7 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     for k in rng.sample(range(len(keys)), min(2 if held else 4, len(keys))):
         key = rng.choice((keys[k], keys[k].lower()))
         asks.append(read(rng, "text value", WAYS["value"], values[k], k=key))
-    return page, [*asks, _missing(rng, "value", w.KEYS, keys, "k")]
+    return page, [*asks, _missing(rng, WAYS["value"], w.KEYS, keys)]
 
 
 def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
@@ -230,8 +223,9 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
     asks = []
     for _ in range(1 if held else 4):
         r, c = rng.randrange(rows), rng.randrange(1, columns)
-        asks.append(read(rng, "text cell", WAYS["cell"], cells[r][c], h=heads[c], n=names[r]))
-    return page, [*asks, _missing(rng, "cell", w.dictionary(), names, "n", h=heads[c])]
+        asks.append(read(rng, "text cell", WAYS["cell"], cells[r][c], h=heads[c], k=names[r]))
+    ways = WAYS["cell"].replace("{h}", heads[c])
+    return page, [*asks, _missing(rng, ways, w.dictionary(), names)]
 
 
 KINDS: tuple[tuple[Document, int], ...] = (
