@@ -32,6 +32,10 @@ def vary(rng: random.Random, ways: str, **words: str) -> str:
     return text
 
 
+def plural(noun: str) -> str:
+    return noun + ("es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
+
+
 def _mistype(rng: random.Random, text: str) -> str:
     places = [i for i in range(1, len(text) - 2) if text[i].isalpha() and text[i + 1].isalpha()]
     if not places:
@@ -68,9 +72,9 @@ def absent_object(rng: random.Random) -> Ask:
     u = rng.random()
     if u < 0.5:
         skill = "detect" if u < 0.25 else "point"
-        return Ask(skill, "absent", rng.choice((thing, thing + "s", "the " + thing)))
+        return Ask(skill, "absent", rng.choice((thing, plural(thing), "the " + thing)))
     if u < 0.75:
         return tell(rng, "absent", WAYS["presence absent"], "no", a=with_article(thing))
     if u < 0.85:
-        return tell(rng, "absent", WAYS["count absent"], "0", t=thing)
+        return tell(rng, "absent", WAYS["count absent"], "0", t=plural(thing))
     return tell(rng, "absent", WAYS["absent thing"], f"There is no {thing}.", t=thing)

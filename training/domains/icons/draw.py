@@ -10,7 +10,18 @@ from PIL import Image, ImageFilter, ImageOps
 
 from training.domains.ground import Rgb, draw_ground, hsv, ink_for, luma
 from training.domains.phrasing import absent_object, off_topic, tell
-from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_order, view_scale
+from training.domains.picture import (
+    Ask,
+    Box,
+    Mark,
+    Picture,
+    Point,
+    centre,
+    find,
+    in_clear_order,
+    in_order,
+    view_scale,
+)
 from training.domains.text.fonts import draw_font, sources
 from training.domains.text.page import Page, fit, width_of
 from training.scenes.phrases import WAYS, article
@@ -152,8 +163,12 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     one_ink = ink_for(rng, ground, 80) if rng.random() < 0.6 else None
     tile = rng.random() < 0.15
     icons = []
-    # The order of the squares is clear: ink isn't in the middle of each.
-    for x, y, side in in_order(places, width, lambda at: (at[0] + at[2] / 2, at[1] + at[2] / 2)):
+
+    def middle(square: Square) -> Point:
+        return square[0] + square[2] / 2, square[1] + square[2] / 2
+
+    # The order goes by the squares: ink isn't in the middle of each.
+    for x, y, side in in_order(places, width, middle):
         name, ink = rng.choice(pool), one_ink or ink_for(rng, ground, 60)
         if tile:
             plate = hsv(rng, (0.3, 1), (0.3, 1)) if rng.random() < 0.6 else ink_for(rng, ground, 30)
@@ -171,7 +186,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     asks = [_seek(rng, icons, skill) for skill in ("detect", "point")]
     asks += [_this(rng, icons) for _ in range(4)]
     asks += [_seek(rng, icons, "point"), *_amounts(rng, icons)]
-    asks += _captions(rng, icons)
+    asks += _captions(rng, icons) if in_clear_order(places, width, middle) else []
     asks.append(off_topic(rng) if rng.random() < 0.3 else absent_object(rng))
     for _ in range(0 if held else 3):
         asks += [_seek(rng, icons, "detect"), _this(rng, icons), *_amounts(rng, icons)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 
 from training.domains.ground import draw_ground, hsv
 from training.domains.icons.draw import Square, layout
@@ -104,8 +104,7 @@ def _look(rng: random.Random, image: Image.Image, group: str = "") -> Image.Imag
     if rng.random() < 0.3:  # from afar
         small = [max(24, round(side * rng.uniform(0.35, 0.8))) for side in image.size]
         image = image.resize((small[0], small[1]), Image.Resampling.BILINEAR).resize(image.size)
-    for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
-        image = change(image).enhance(rng.uniform(0.6, 1.4))
+    image = _lit(rng, image)
     if rng.random() < 0.6:  # warmer or colder light
         gains = [rng.uniform(0.8, 1.2) for _ in range(3)]
         image = image.point(
@@ -116,6 +115,26 @@ def _look(rng: random.Random, image: Image.Image, group: str = "") -> Image.Imag
         at = rng.randint(0, image.width - wide), rng.randint(0, image.height - high)
         image.paste(hsv(rng, (0, 1), (0, 1)), (*at, at[0] + wide, at[1] + high))
     return image
+
+
+def _lit(rng: random.Random, image: Image.Image) -> Image.Image:
+    for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
+        image = change(image).enhance(rng.uniform(0.6, 1.4))
+    return image
+
+
+def _redrawn(rng: random.Random, image: Image.Image) -> Image.Image:
+    """An emoji as another set may draw it: in other shades and proportions, leaning, or with softer edges."""
+    if rng.random() < 0.5:
+        shades = _lit(rng, image.convert("RGB"))
+        shades.putalpha(image.getchannel("A"))
+        image = shades
+    if rng.random() < 0.3:
+        image = image.rotate(rng.uniform(-15, 15), Image.Resampling.BICUBIC)
+    if rng.random() < 0.4:
+        size = round(image.width * rng.uniform(0.75, 1)), round(image.height * rng.uniform(0.75, 1))
+        image = ImageOps.pad(image.resize(size), image.size)
+    return image.filter(ImageFilter.BoxBlur(1)) if rng.random() < 0.2 else image
 
 
 def _shuffled(rng: random.Random, image: Image.Image) -> Image.Image:
@@ -182,8 +201,7 @@ def _photo(rng: random.Random, ground: Image.Image, image: Image.Image, place: S
 def _emoji(rng: random.Random, ground: Image.Image, data: bytes, place: Square, held: bool) -> Box:
     x, y, side = round(place[0]), round(place[1]), max(8, round(place[2]))
     image = Image.open(io.BytesIO(data)).convert("RGBA")
-    if not held and rng.random() < 0.2:
-        image = image.rotate(rng.uniform(-15, 15), Image.Resampling.BICUBIC)
+    image = image if held else _redrawn(rng, image)
     image = image.resize((side, side), Image.Resampling.BICUBIC)
     ground.paste(image, (x, y), image)
     ink = image.getchannel("A").point(lambda v: 255 if v > 60 else 0).getbbox()

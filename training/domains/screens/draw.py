@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from training.domains.drawn import Place, open_drawings
-from training.domains.phrasing import off_topic, read, tell
+from training.domains.phrasing import off_topic, plural, read, tell
 from training.domains.picture import Ask, Mark, Picture, centre, find, in_order
 from training.domains.screens.pages import ACTIONS, FIELDS, OPTIONS, SECTIONS
 from training.scenes.phrases import WAYS
@@ -93,9 +93,10 @@ def _about_all(
         found, thing = roles.get(role, []), SPOKEN[role][0]
         if 1 <= len(found) <= 12:
             boxes = in_order([place.box(e["box"]) for e in found], width, centre)
-            said = rng.choice((thing, thing + "s", f"all {thing}s"))
+            several = plural(thing)
+            said = rng.choice((thing, several, f"all {several}"))
             yield find("detect", "screens elements", said, boxes)
-            yield tell(rng, "screens count", WAYS["count of elements"], str(len(found)), t=thing)
+            yield tell(rng, "screens count", WAYS["count of elements"], str(len(found)), t=several)
     headings = roles.get("heading", [])
     if headings:
         top = min(headings, key=lambda e: e["box"][1])

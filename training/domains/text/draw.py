@@ -108,7 +108,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     for _ in range(10):
         drawn = rng.choices(kinds, weights)[0]
         if not held and rng.random() < 0.2:
-            drawn = rng.choice((form, table))  # screens need the same
+            drawn = rng.choice((form, table, table))  # screens need the same
         page, special = drawn(rng, width, height, held)
         small = min((line.size for line in page.lines), default=0) < READABLE
         if small and not held and rng.random() < 0.5:
