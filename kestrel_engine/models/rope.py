@@ -19,11 +19,17 @@ class Rotation:
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns ``x`` [num_tokens, num_heads, head_dim] with its first rotary_dim dimensions rotated, in float32."""
+        """Returns ``x`` [num_tokens, num_heads, head_dim] with its first rotary_dim dimensions rotated, in float32.
+        Without gradients, ``x`` itself is changed: a copy would take as long as the products."""
         half = self.cos.shape[-1]
-        a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-        first, second = a * self.cos - b * self.sin, a * self.sin + b * self.cos
-        return torch.cat([first.to(x.dtype), second.to(x.dtype), x[..., 2 * half :]], dim=-1)
+        first, second = x[..., :half], x[..., half : 2 * half]
+        a, b = first.float(), second.float()
+        c, d = a * self.cos - b * self.sin, a * self.sin + b * self.cos
+        if torch.is_grad_enabled():
+            return torch.cat([c.to(x.dtype), d.to(x.dtype), x[..., 2 * half :]], dim=-1)
+        first.copy_(c)
+        second.copy_(d)
+        return x
 
 
 class RotaryTable:

@@ -174,8 +174,12 @@ class TextBlock:
         heads = qkv.view(u.shape[0], 3 * self.n_heads, -1)
         if self.tau is not None:
             q_factors, v_factors = self.tau.factors(qkv, placement.log_position)
-            factors = torch.cat([q_factors, torch.ones_like(q_factors), v_factors], dim=1)
-            heads = (heads * factors.unsqueeze(-1)).to(qkv.dtype)
+            if torch.is_grad_enabled():
+                factors = torch.cat([q_factors, torch.ones_like(q_factors), v_factors], dim=1)
+                heads = (heads * factors.unsqueeze(-1)).to(qkv.dtype)
+            else:
+                heads[:, : self.n_heads].mul_(q_factors.unsqueeze(-1))
+                heads[:, 2 * self.n_heads :].mul_(v_factors.unsqueeze(-1))
         q, k = placement.rotation(heads[:, : 2 * self.n_heads]).chunk(2, dim=1)
         return q, k, heads[:, 2 * self.n_heads :]
 

@@ -34,15 +34,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     if _takes(q, k, v):
         return torch.stack([_attend(*each) for each in zip(q, k, v, strict=True)])
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     size = q.shape[-1]
     return (
-        q.device.type == "cpu"
-        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and q.device.type == "cpu"
         and q.shape[1] >= FEWEST
         and size % 8 == 0
         and size <= MOST_SIZE

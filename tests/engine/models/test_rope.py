@@ -19,6 +19,8 @@ def test_pairs_are_half_the_rotary_width_apart_and_the_rest_stays():
             assert float(turned[0, head, j]) == pytest.approx(first, abs=1e-5)
             assert float(turned[0, head, j + 4]) == pytest.approx(second, abs=1e-5)
     assert torch.equal(turned[..., 8:], x[..., 8:])
+    with torch.no_grad():
+        assert torch.equal(table.at(torch.tensor([7]))(x), turned) and torch.equal(x, turned)
 
 
 def test_scores_depend_on_the_distance_only():

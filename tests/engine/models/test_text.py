@@ -1,5 +1,6 @@
 import math
 
+import pytest
 import torch
 
 from kestrel_engine.models.compiled.full_attention import attend
@@ -80,6 +81,22 @@ def test_tau_follows_its_formula():
                 torch.testing.assert_close(factor[t, n], expected, atol=1e-5, rtol=1e-5)
 
 
+def attention(_, *qkv):
+    return attend(*(each.unsqueeze(0) for each in qkv)).squeeze(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_without_gradients_equals_one_with_them(dtype):
+    """The former changes queries, keys and values in place."""
+    config = small_config("moondream3")
+    tensors = {name: each.to(dtype) for name, each in random_tensors(config).items()}
+    model = TextModel(config.text, tensors)
+    x, positions = torch.randn(9, config.text.dim).to(dtype), torch.arange(30, 39)
+    with torch.no_grad():
+        found = model(x, positions, attention)
+    assert torch.equal(found, model(x, positions, attention))
+
+
 @torch.inference_mode()
 def test_the_last_block_computes_only_the_tokens_that_are_kept(monkeypatch):
     config = small_config("moondream2")
@@ -87,9 +104,6 @@ def test_the_last_block_computes_only_the_tokens_that_are_kept(monkeypatch):
     x, kept = torch.randn(9, config.text.dim), torch.tensor([8, 3])
     rows, its = [], Mlp.__call__
     monkeypatch.setattr(Mlp, "__call__", lambda mlp, u, *a: rows.append(len(u)) or its(mlp, u, *a))
-
-    def attention(_, *qkv):
-        return attend(*(each.unsqueeze(0) for each in qkv)).squeeze(0)
 
     whole = model(x, torch.arange(9), attention)
     found = model(x, torch.arange(9), attention, kept=kept)

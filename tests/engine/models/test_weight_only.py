@@ -1,5 +1,7 @@
 """Weights in 4 or 8 bits: every form has the values of the numbers in it, and products agree with widened weights."""
 
+import sys
+
 import pytest
 import torch
 
@@ -126,3 +128,14 @@ def test_rounding_to_groups_uses_the_whole_range_and_keeps_zero():
     step = scales[..., 0].float().repeat_interleave(128, dim=1)
     assert ((wide - weight).abs() / step).max() <= 1.1
     assert (wide - weight).norm() < 0.11 * weight.norm()
+
+
+def test_a_product_in_float32_is_torchs_without_further_questions():
+    """A small model's pass has dozens of them, each of a few microseconds."""
+    x, weight, calls = torch.randn(1, 8), torch.randn(4, 8), []
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
+    try:
+        product(x, weight, None, None)
+    finally:
+        sys.setprofile(None)
+    assert calls.count("call") == 1 and calls.count("c_call") <= 2
