@@ -108,7 +108,8 @@ class EngineStream:
     def push(self, updates: list[tuple[int, StreamUpdate]]) -> None:
         """Takes updates, each with the number of tokens generated when it was made."""
         self._updates.extend(updates)
-        _wake(self._readers)
+        if self._readers:
+            _wake(self._readers)
 
     def finish(self, result: EngineResult) -> None:
         self._end(result if self._complete is None else self._complete(result))
@@ -119,8 +120,9 @@ class EngineStream:
     def _end(self, outcome: EngineResult | BaseException) -> None:
         if self._outcome is None:
             self._outcome = outcome
-        _wake(self._readers)
-        _wake(self._enders)
+        for waiters in (self._readers, self._enders):
+            if waiters:
+                _wake(waiters)
 
     def _ended(self) -> EngineResult:
         """The result. Raises the request's error."""
