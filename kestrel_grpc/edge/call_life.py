@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
+
+from kestrel_engine import clock
 
 from ..security.admission.guard import Guard
 from ..security.admission.message_room import Hold
@@ -62,25 +65,18 @@ class CallWatcher(Protocol):
     def end(self, call: Call) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
 class CallWatchers:
-    """``at_end``: called with each call that has ended, before ``watcher``. ``watcher``: of all events."""
+    """``records``: called with each call that has ended, before ``watcher``. ``watcher``: of all events."""
 
-    def __init__(self, *at_end: Callable[[Call], None], watcher: CallWatcher | None = None) -> None:
-        self._at_end, self._watcher = at_end, watcher
-
-    def begin(self, call: Call) -> None:
-        if self._watcher is not None:
-            self._watcher.begin(call)
-
-    def on_message(self, call: Call) -> None:
-        if self._watcher is not None:
-            self._watcher.on_message(call)
+    records: Sequence[Callable[[Call], None]] = ()
+    watcher: CallWatcher | None = None
 
     def end(self, call: Call) -> None:
-        for record in self._at_end:
+        for record in self.records:
             record(call)
-        if self._watcher is not None:
-            self._watcher.end(call)
+        if self.watcher is not None:
+            self.watcher.end(call)
 
 
 class InFlight:
@@ -88,8 +84,8 @@ class InFlight:
 
     def __init__(self) -> None:
         self._count = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None
+        """Of those who wait for the end of all calls."""
 
     @property
     def count(self) -> int:
@@ -97,16 +93,18 @@ class InFlight:
 
     def __enter__(self) -> None:
         self._count += 1
-        if self._count == 1:
-            self._idle.clear()
 
     def __exit__(self, *exc_info: object) -> None:
         self._count -= 1
-        if self._count == 0:
+        if self._count == 0 and self._idle is not None:
             self._idle.set()
+            self._idle = None
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits for the end of all calls. Returns whether they ended within ``timeout_s`` seconds."""
+        if self._count == 0:
+            return True
+        self._idle = self._idle or asyncio.Event()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -123,12 +121,13 @@ class CallLife:
         guard: Guard,
         connections: ConnectionGuard,
         in_flight: InFlight,
-        watcher: CallWatcher,
+        watchers: CallWatchers,
         *,
         is_limited: bool = True,
     ) -> None:
         self.guard, self._connections = guard, connections
-        self._in_flight, self.watcher = in_flight, watcher
+        self._in_flight, self.watchers = in_flight, watchers
+        self._watcher = watchers.watcher
         self._longest_s = guard.limits.deadline_s if is_limited else None
         self._limit = CallLimit(self._longest_s)
 
@@ -146,6 +145,7 @@ class CallLife:
             longest_s=None if is_visit else self._longest_s,
             use=self._connections.use(peer),
             is_visit=is_visit,
+            started_at=clock.now(),
             **fields,
         )
 
@@ -161,8 +161,8 @@ class CallLife:
 
     def enter(self, call: Call) -> AbstractContextManager[Hold]:
         """As Enter, for the methods of the model."""
-        self.identify(call)
-        return self.admit(call)
+        principal = self.identify(call)
+        return self.guard.admit(principal, call.method, call.peer)
 
     async def run(self, call: Call, transport: Transport, enter: Enter) -> Any:
         """Leads a call from its beginning to its end, and returns what ``transport.answer`` returns. Raises
@@ -170,8 +170,8 @@ class CallLife:
         current.set(call)
         failed: Exception | None = None
         request: Any = None
-        if not call.is_visit:
-            self.watcher.begin(call)
+        if self._watcher is not None and not call.is_visit:
+            self._watcher.begin(call)
         with _UNCOUNTED if call.is_visit else self._in_flight, call.use:
             try:
                 with enter(call) as hold:
@@ -198,7 +198,7 @@ class CallLife:
                 # gRPC keeps the exception that aborts a call in a reference cycle with its context, and so this frame.
                 request = None
                 if failed is not None or not call.is_visit:
-                    self.watcher.end(call)
+                    self.watchers.end(call)
                 call.release()
                 if failed is not None:
                     forget_frames(failed)
@@ -211,4 +211,5 @@ class CallLife:
         take_options(call)
         if self.guard.has_budget(call.principal):
             call.reserve = self.guard.budgets.of(call.principal)
-        self.watcher.on_message(call)
+        if self._watcher is not None:
+            self._watcher.on_message(call)

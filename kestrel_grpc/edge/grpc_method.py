@@ -20,7 +20,7 @@ from .call_life import CallLife
 from .calls.call import Call, CallLimit, Context
 from .failures.errors import ModelNotReady, SlowReader
 from .failures.statuses import row_of, status_of
-from .messages.incoming import Incoming
+from .messages.incoming import Incoming, Reading
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
@@ -58,8 +58,8 @@ class GrpcMethod:
         copies: int = COPIES,
         trailers: Callable[[str], Trailers] | None = None,
     ) -> None:
-        self.life, self.method, self._copies = life, method, copies
-        self._pulls, self._writes, self._trailers = pulls, writes, trailers
+        self.life, self.method = life, method
+        self._writes, self._trailers = writes, trailers
         self._ending: set[asyncio.Future[None]] = set()
         """gRPC gets the status of these calls when their initial metadata is sent, however late. They would not end
         without it."""
@@ -71,8 +71,9 @@ class GrpcMethod:
         )
         self._takes_stream = handler.request_streaming
         self._streams = handler.response_streaming
-        self._decode = handler.request_deserializer
-        self._empty = _empty(self._decode)
+        decode = handler.request_deserializer
+        self._empty = _empty(decode)
+        self._reading = Reading(decode, life.guard.messages, pulls, copies)
         self.handler = reading_handler(
             self._handle, streams=self._streams, serializer=handler.response_serializer
         )
@@ -83,9 +84,7 @@ class GrpcMethod:
         num_bytes = _ENTRY_BYTES * len(call.metadata)
         for key, value in call.metadata:
             num_bytes += len(key) + len(value)
-        connections = self.life.guard.connections
-        connections.note_metadata(num_bytes)
-        if num_bytes > connections.most_metadata_bytes:
+        if not self.life.guard.connections.note_metadata(num_bytes):
             return self._refuse_metadata(call, num_bytes)
         return await self.life.run(call, self, self._enter)
 
@@ -102,10 +101,7 @@ class GrpcMethod:
         return await incoming.only() if self._empty is None else self._empty()
 
     def incoming(self, call: Call, hold: Hold) -> Incoming:
-        limits = self.life.guard.messages
-        return Incoming(
-            call.context, self._decode, hold, limits, self._pulls, call.use, self._copies
-        )
+        return Incoming(call.context, self._reading, hold, call.use)
 
     async def answer(self, call: Call, request: Any) -> Any:
         response = await self._respond(call, request)
@@ -163,7 +159,7 @@ class GrpcMethod:
         call.context.set_code(call.code)
         call.context.set_details(message)
         call.context.set_trailing_metadata((*trailers, *call.ids))
-        self.life.watcher.end(call)
+        self.life.watchers.end(call)
         call.release()
 
 

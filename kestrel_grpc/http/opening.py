@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..batches.running import BatchRunner
-from ..edge.call_life import CallLife, CallWatcher, InFlight
+from ..edge.call_life import CallLife, CallWatchers, InFlight
 from ..security.admission.guard import Guard
 from ..security.connections.connection_guard import ConnectionGuard
 from ..security.identity.tls import RenewedContext
@@ -28,7 +28,7 @@ def open_http(
     services: HttpServices,
     in_flight: InFlight,
     guard: Guard,
-    watcher: CallWatcher,
+    watchers: CallWatchers,
     telemetry: Telemetry | None,
     runner: BatchRunner | None = None,
 ) -> HttpListener:
@@ -49,7 +49,7 @@ def open_http(
     connection_guard = ConnectionGuard(security.connections, 0, connections)
     allowed = config.http_fetch_allow
     fetcher = ImageFetcher(allowed, guard.messages.largest) if allowed else None
-    edge = HttpEdge(CallLife(guard, connection_guard, in_flight, watcher), fetcher)
+    edge = HttpEdge(CallLife(guard, connection_guard, in_flight, watchers), fetcher)
     app = application(edge, services, guard, telemetry, config.http_allow_origins, runner)
     tls = None if security.tls is None else RenewedContext(security.tls, "HTTP port")
     return HttpListener(app, config, security, tls, connections, connection_guard)

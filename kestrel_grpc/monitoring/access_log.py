@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any, Literal
+from typing import Any
 
 from ..edge.calls.call import Call
 from ..logs.records import structured
-
-Format = Literal["off", "text", "json"]
 
 logger = logging.getLogger("kestrel_grpc.access")
 
@@ -17,16 +15,14 @@ logger = logging.getLogger("kestrel_grpc.access")
 class AccessLog:
     """Logs finished calls. The server calls this object with every finished call."""
 
-    def __init__(self, format: Format) -> None:
-        self._format = format
+    def __init__(self, *, is_json: bool) -> None:
+        self._is_json = is_json
 
     def __call__(self, call: Call) -> None:
-        if self._format == "off":
-            return
         if not logger.isEnabledFor(logging.INFO):
             return
         fields = _fields(call)
-        line = _Line(fields, self._format == "json")
+        line = _Line(fields, self._is_json)
         logger.info("%s", line, extra=structured("call", fields))
 
 

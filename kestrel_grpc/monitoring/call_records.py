@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..edge.call_life import CallWatcher, CallWatchers
+from ..edge.calls.call import Call
 from ..served_model import ServedModels
 from ..settings.server import ServerConfig
 from .access_log import AccessLog
@@ -22,7 +25,7 @@ class CallRecords:
         self, config: ServerConfig, served: ServedModels, audit: AuditLog | None = None
     ) -> None:
         """``audit``: None if administrative calls are not recorded."""
-        self._log = AccessLog(config.access_log)
+        self._config = config
         self.audit = audit
         self.usage = None
         """The usage log; None without one."""
@@ -37,6 +40,12 @@ class CallRecords:
 
     def watchers(self, telemetry: CallWatcher | None) -> CallWatchers:
         """What the edge tells of each call."""
-        counts = (self.load_meter.on_call, self.statistics.on_call, self.capture.on_call)
-        audit = () if self.audit is None else (self.audit,)
-        return CallWatchers(self._log, *audit, *counts, watcher=telemetry)
+        records: list[Callable[[Call], None]] = []
+        if self._config.access_log != "off":
+            records.append(AccessLog(is_json=self._config.access_log == "json"))
+        if self.audit is not None:
+            records.append(self.audit)
+        records += [self.load_meter.on_call, self.statistics.on_call]
+        if self._config.debug.capture_dir is not None:
+            records.append(self.capture.on_call)
+        return CallWatchers(records, telemetry)

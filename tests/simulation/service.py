@@ -80,7 +80,7 @@ class Service:
             statistics.on_call(call)
 
         connections = ConnectionGuard(security.connections, 0, None)
-        life = CallLife(self.guard, connections, self.in_flight, CallWatchers(end_call))
+        life = CallLife(self.guard, connections, self.in_flight, CallWatchers([end_call]))
         images = RequestImages(ImageStore(2**20))
         vision = VisionService(served, images, _MESSAGE_BYTES)
         self.app = application(

@@ -40,6 +40,7 @@ _DEADLINE_LAG_S = 0.05
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = tuple[tuple[str, str | bytes], ...]
+_NO_CONTEXT = cast(Context, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +128,15 @@ class Call:
     def release(self) -> None:
         """Drops large objects at the end of the call. A cancelled timer keeps its task's context, and so this object,
         until its time."""
-        self.context, self.metadata = cast(Context, None), ()
+        self.context, self.metadata = _NO_CONTEXT, ()
         self.message = self.opening = self.result = self.error = self.trace = None
         self.stored, self._greeting = {}, None
 
-    async def accept(self) -> None:
+    def accept(self) -> Awaitable[None]:
         """Sends the request's id to the caller. From then on, clients do not retry the call transparently."""
         if self._greeting is None:
             self.greet(self.ids)
-        await self.greeted()
+        return self.greeted()
 
     def greet(self, metadata: Metadata) -> None:
         """Begins to send initial metadata, unless that has begun before. The end of the caller's time does not
@@ -259,12 +260,12 @@ class CallLimit:
 def new_id() -> str:
     """A new request id. Random bytes are fetched for many ids at once, because each fetch is a system call."""
     if not _random:
-        data = os.urandom(16 * 256)
-        _random.extend(data[i : i + 16] for i in range(0, len(data), 16))
-    return _random.pop().hex()
+        digits = os.urandom(16 * 256).hex()
+        _random.extend(digits[i : i + 32] for i in range(0, len(digits), 32))
+    return _random.pop()
 
 
-_random: list[bytes] = []
+_random: list[str] = []
 os.register_at_fork(after_in_child=_random.clear)
 
 

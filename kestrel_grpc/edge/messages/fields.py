@@ -85,7 +85,7 @@ def checked_model_name(name: str) -> str:
 
 def own_id(request: Any) -> str | None:
     """The id in a request of the Open Inference Protocol, if it is one that logs can hold; otherwise None."""
-    is_own = _has(request, "id") and valid_request_id(request.id)
+    is_own = "id" in _names_of(request.__class__) and valid_request_id(request.id)
     return request.id if is_own else None
 
 
@@ -101,8 +101,8 @@ def request_options(request: Any) -> Any:
 def take_options(call: Call) -> None:
     """Gives the call the options of its message, and the id that the message chooses, if it chooses one. Raises
     InvalidRequest, ScopeMissing."""
-    message = call.message  # A list of messages has no options.
-    if not _has(message, "options"):
+    message = call.message
+    if "options" not in _names_of(message.__class__):
         call.request_id = own_id(message) or call.request_id
         return
     if not message.HasField("options"):
@@ -136,12 +136,7 @@ def call_options(
     return CallOptions(model, priority, salt, adapter, path)
 
 
-def _has(message: Any, field: str) -> bool:
-    kind: Any = type(message)
-    return isinstance(message, Message) and field in _names_of(kind)
-
-
 @functools.cache
-def _names_of(kind: type[Message]) -> frozenset[str]:
-    """Each look at a descriptor makes new objects."""
-    return frozenset(kind.DESCRIPTOR.fields_by_name)
+def _names_of(kind: Any) -> frozenset[str]:
+    """The names of a message's fields; none for a list of messages. Each look at a descriptor makes new objects."""
+    return frozenset(kind.DESCRIPTOR.fields_by_name) if issubclass(kind, Message) else frozenset()

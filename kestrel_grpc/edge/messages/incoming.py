@@ -42,7 +42,8 @@ _FREE_BYTES = 64 * 1024
 """A message may decompress to this many bytes with any ratio."""
 _INLINE_BYTES = 4096
 """Messages of up to this many bytes are decompressed on the event loop, which takes at most a millisecond."""
-_GZIP, _DEFLATE = b"\x1f\x8b", (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+"""How data of gzip and deflate begin."""
 _EITHER = 32 + zlib.MAX_WBITS
 """zlib's value for: detect gzip or zlib by the header."""
 MOST_FIELDS = 20_000
@@ -60,30 +61,54 @@ _AS_ONE = frozenset({FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING})
 _VARINT, _FIXED_64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED_32 = range(6)
 
 
-class Incoming:
-    """The messages of one call. ``decode``: converts bytes to a message. ``pulls``: limits the time in which a message
-    must arrive. ``use``: the use of the call's connection. ``copies``: of each message's bytes in memory."""
+class Reading:
+    """How the messages of a method are read. ``decode``: converts bytes to a message. ``pulls``: limits the time in
+    which a message must arrive. ``copies``: of each message's bytes in memory."""
 
     def __init__(
         self,
-        context: Any,
         decode: Callable[[bytes], Any],
-        hold: Hold,
         limits: MessageLimits,
         pulls: CallLimit,
-        use: ConnectionUse,
         copies: int = COPIES,
     ) -> None:
-        self._copies = copies
-        self._context, self._decode, self._use = context, decode, use
+        self.decode, self.limits, self.pulls, self.copies = decode, limits, pulls, copies
         # Generated code decodes with a method of the message's class.
-        self._descriptor = getattr(getattr(decode, "__self__", None), "DESCRIPTOR", None)
-        self._hold, self._limits, self._pulls = hold, limits, pulls
+        self.descriptor = getattr(getattr(decode, "__self__", None), "DESCRIPTOR", None)
+        self.reserved_bytes = limits.reserved_for(copies)
+        held = limits.largest if limits.held is None else limits.held // copies
+        self.most_bytes = min(limits.largest, held)
+        """Limit on a decompressed message."""
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raises MessageTooLarge."""
+        limits = self.limits
+        if num_bytes > limits.largest:
+            raise MessageTooLarge(
+                "",
+                f"the message has {num_bytes} bytes; the limit is {limits.largest}",
+                value=num_bytes,
+                limit=limits.largest,
+            )
+        if num_bytes > self.most_bytes:
+            raise MessageTooLarge(
+                "",
+                f"the message has {num_bytes} bytes and is held {self.copies} times; all messages together may have "
+                f"{limits.held}",
+            )
+
+
+class Incoming:
+    """The messages of one call, read as ``reading`` says. ``use``: the use of the call's connection."""
+
+    def __init__(self, context: Any, reading: Reading, hold: Hold, use: ConnectionUse) -> None:
+        self._context, self._reading, self._hold, self._use = context, reading, hold, use
 
     async def only(self) -> Any:
         """The message of a method with one request. Later messages are not read. Raises MessagesFull, MessageTooLarge,
         NoMessage, SlowSender, InvalidRequest."""
-        data = await self._pull()
+        await self._hold.reserve(self._reading.reserved_bytes)
+        data = await self._read()
         if data is EOF:
             await asyncio.sleep(_A_MOMENT_S)
             raise NoMessage("the call ended without a request message; the method needs one")
@@ -92,7 +117,10 @@ class Incoming:
     async def all(self) -> AsyncIterator[Any]:
         """The messages of a method with a stream of requests. The memory of a message is reserved until the next one is
         read. Raises the same errors as ``only``."""
-        while (data := await self._pull()) is not EOF:
+        while True:
+            await self._hold.reserve(self._reading.reserved_bytes)
+            if (data := await self._read()) is EOF:
+                return
             message = await self._message(data)
             del data
             yield message
@@ -104,15 +132,11 @@ class Incoming:
         data = await self._read()
         return None if data is EOF else await self._message(data)
 
-    async def _pull(self) -> Any:
-        await self._hold.reserve(self._limits.reserved_for(self._copies))
-        return await self._read()
-
     async def _read(self) -> Any:
         use = self._use
         use.pulls += 1
         try:
-            data = await self._pulls.within(self._context.read())
+            data = await self._reading.pulls.within(self._context.read())
         finally:
             use.pulls -= 1
             use.heard += 1
@@ -120,45 +144,30 @@ class Incoming:
         return data
 
     async def _message(self, data: bytes) -> Any:
-        data = await self._plain(data)
-        if self._descriptor is not None:
-            check_fields(data, self._descriptor)
+        data, reading = await self._plain(data), self._reading
+        if reading.descriptor is not None:
+            check_fields(data, reading.descriptor)
         try:
-            return self._decode(data)
+            return reading.decode(data)
         except DecodeError:
             # Without this, gRPC would answer with INTERNAL and log a traceback.
             raise InvalidRequest("", "the request is not a valid message of its type") from None
 
     async def _plain(self, data: bytes) -> bytes:
         """A received message, decompressed. Keeps the memory that it needs."""
-        self._check_size(len(data))
+        reading = self._reading
+        if len(data) > reading.most_bytes:
+            reading.check_size(len(data))
         if is_compressed(data):
-            data = await inflated(data, self._limits.largest)
-            self._check_size(len(data))
-        self._hold.settle(self._copies * len(data))
+            data = await inflated(data, reading.limits.largest)
+            reading.check_size(len(data))
+        self._hold.settle(reading.copies * len(data))
         return data
-
-    def _check_size(self, num_bytes: int) -> None:
-        """Raises MessageTooLarge."""
-        limits = self._limits
-        if num_bytes > limits.largest:
-            raise MessageTooLarge(
-                "",
-                f"the message has {num_bytes} bytes; the limit is {limits.largest}",
-                value=num_bytes,
-                limit=limits.largest,
-            )
-        if limits.held is not None and self._copies * num_bytes > limits.held:
-            raise MessageTooLarge(
-                "",
-                f"the message has {num_bytes} bytes and is held {self._copies} times; all messages together may have "
-                f"{limits.held}",
-            )
 
 
 def is_compressed(data: bytes) -> bool:
     """Whether a received message is compressed with gzip or deflate."""
-    return data[:2] == _GZIP or data[:2] in _DEFLATE
+    return data[:2] in _COMPRESSED
 
 
 async def inflated(data: bytes, max_bytes: int) -> bytes:

@@ -17,7 +17,7 @@ import binascii
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl
 
 import orjson
@@ -30,7 +30,7 @@ from kestrel_engine import InvalidRequest
 from ...edge.calls.call import Call
 from ...edge.failures.errors import UnsupportedBody
 from ...edge.failures.statuses import complaint, pushback
-from ...edge.messages.incoming import EOF, Incoming, inflate, is_compressed
+from ...edge.messages.incoming import EOF, Incoming, Reading, inflate, is_compressed
 from ...security.admission.admission import MessageTooLarge
 from ..body import BODY_COPIES, Arriving, check_compression, largest_body
 from ..context import Receive, Scope
@@ -150,14 +150,16 @@ class _Uploaded(Incoming):
 
     def __init__(self, body: Arriving, kind: Any, codec: _Codec, may_be_gzip: bool) -> None:
         envelopes = _Envelopes(body.receive, body.limits.largest, may_be_gzip)
-        super().__init__(envelopes, kind, body.hold, body.limits, body.pulls, body.use, BODY_COPIES)
-        self._kind, self._codec = kind, codec
+        reading = Reading(kind, body.limits, body.pulls, BODY_COPIES)
+        super().__init__(envelopes, reading, body.hold, body.use)
+        self._codec = codec
 
     async def _message(self, data: bytes) -> Any:
-        data, largest = await self._plain(data), self._limits.largest
+        data, kind = await self._plain(data), cast(type[Message], self._reading.decode)
+        parts = (kind(), data, self._reading.limits.largest, False)
         if len(data) <= _INLINE_BYTES:
-            return self._codec.read(self._kind(), data, largest, False)
-        return await asyncio.to_thread(self._codec.read, self._kind(), data, largest, False)
+            return self._codec.read(*parts)
+        return await asyncio.to_thread(self._codec.read, *parts)
 
 
 class _Envelopes:

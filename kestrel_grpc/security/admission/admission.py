@@ -58,6 +58,7 @@ class Admission:
 
     def __init__(self, limits: CallLimits) -> None:
         self._limits = limits
+        self._is_limited = limits.calls is not None or limits.rate is not None
         self.accounts: OrderedDict[str, _Account] = OrderedDict()
         """By principal, the least recently seen first."""
         self.limited = 0
@@ -69,12 +70,14 @@ class Admission:
 
     def admit(self, principal: str) -> AbstractContextManager[None]:
         """Counts a call during the context manager. Raises RateExceeded, TooManyCalls."""
-        account = self._account(principal)
-        try:
-            self._check(principal, account)
-        except EngineOverloaded:
-            self.limited += 1
-            raise
+        account = self.accounts.get(principal) or self._begin(principal)
+        self.accounts.move_to_end(principal)
+        if self._is_limited:
+            try:
+                self._check(principal, account)
+            except EngineOverloaded:
+                self.limited += 1
+                raise
         return account
 
     def _check(self, principal: str, account: _Account) -> None:
@@ -99,20 +102,15 @@ class Admission:
             )
         account.tokens -= 1
 
-    def _account(self, principal: str) -> _Account:
-        account = self.accounts.get(principal)
-        if account is None:
-            account = _Account(tokens=self._limits.burst, filled_at=clock.now())
-            self.accounts[principal] = account
-            if len(self.accounts) > _MAX_REMEMBERED:
-                self._drop_idle_account()
-        self.accounts.move_to_end(principal)
+    def _begin(self, principal: str) -> _Account:
+        """Makes the account of a principal. Beyond the limit, another one without calls is dropped."""
+        account = _Account(tokens=self._limits.burst, filled_at=clock.now())
+        if len(self.accounts) >= _MAX_REMEMBERED:
+            idle = next((name for name, each in self.accounts.items() if each.calls == 0), None)
+            if idle is not None:
+                del self.accounts[idle]
+        self.accounts[principal] = account
         return account
-
-    def _drop_idle_account(self) -> None:
-        idle = next((name for name, account in self.accounts.items() if account.calls == 0), None)
-        if idle is not None:
-            del self.accounts[idle]
 
 
 class Visits:

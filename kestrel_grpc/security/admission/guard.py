@@ -108,6 +108,8 @@ class Guard:
 
     def principal(self, metadata: Metadata, context: Any) -> Principal:
         """The principal of a call. Raises NotAuthenticated."""
+        if not self._callers.asks:
+            return ANONYMOUS
         connection = context.auth_context() if self._callers.asks_certificate else {}
         return self._callers.of(metadata, connection)
 
@@ -127,11 +129,11 @@ class Guard:
             self._check_room(principal)
         elif self._check_audit is not None and is_administrative(method):
             self._check_audit()
-        return _Admitted(counted, self.hold(principal, peer))
+        return _Admitted(counted, self._room, principal.name or address_of(peer))
 
     def hold(self, principal: Principal, peer: str) -> Hold:
         """The memory of messages of a caller, empty at first. Close it at the end."""
-        return self._room.hold(principal.name or address_of(peer))
+        return Hold(self._room, principal.name or address_of(peer))
 
     def visitor(self, method: str, metadata: Metadata, context: Any) -> Principal:
         """The principal of a call of health, reflection, load reports or an unknown method. Raises NotAuthenticated,
@@ -158,26 +160,27 @@ class Guard:
         who = principal.name or address_of(peer)
         with (
             self.visits.admit(who, stream=stream),
-            contextlib.closing(self._strangers_room.hold(who)) as hold,
+            contextlib.closing(Hold(self._strangers_room, who)) as hold,
         ):
             yield hold
 
 
-class _Admitted(AbstractContextManager[Hold]):
-    """Around an admitted call. ``counted``: counts it for its principal. ``hold``: the memory of its messages."""
+class _Admitted(Hold, AbstractContextManager[Hold]):
+    """The memory of the messages of an admitted call, around the call. ``counted``: counts it for its principal."""
 
-    __slots__ = ("_counted", "_hold")
+    __slots__ = ("_counted",)
 
-    def __init__(self, counted: AbstractContextManager[None], hold: Hold) -> None:
-        self._counted, self._hold = counted, hold
+    def __init__(self, counted: AbstractContextManager[None], room: MessageRoom, who: str) -> None:
+        super().__init__(room, who)
+        self._counted = counted
 
     def __enter__(self) -> Hold:
         self._counted.__enter__()
-        return self._hold
+        return self
 
     def __exit__(self, *exc_info: Any) -> None:
         try:
-            self._hold.close()
+            self.close()
         finally:
             self._counted.__exit__(*exc_info)
 

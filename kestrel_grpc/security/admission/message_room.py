@@ -111,10 +111,6 @@ class MessageRoom:
         self.limited = 0
         """Number of calls since the start that got no memory."""
 
-    def hold(self, who: str) -> Hold:
-        """The part of the room that a call of ``who`` holds, empty at first. Close it at the end of the call."""
-        return Hold(self, who)
-
     def reserve_now(self, who: str, num_bytes: int) -> bool:
         """Reserves ``num_bytes`` if ``who`` need not wait for them. Returns whether it has reserved them."""
         if who in self.waiting or not self._fits(who, num_bytes):
@@ -241,7 +237,8 @@ class MessageRoom:
 
     def _add(self, who: str, num_bytes: int) -> None:
         self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        if self.held_bytes > self.peak_bytes:
+            self.peak_bytes = self.held_bytes
         self.held[who] = self.held.get(who, 0) + num_bytes
         self.reading[who] = self.reading.get(who, 0) + 1
 
@@ -253,7 +250,7 @@ class MessageRoom:
 
 
 class Hold:
-    """The part of a room that one call holds."""
+    """The part of ``room`` that one call of ``who`` holds, empty at first. Close it at the end of the call."""
 
     __slots__ = ("_is_reading", "_room", "_who", "num_bytes")
 
@@ -267,8 +264,9 @@ class Hold:
         room if that is less. Raises MessagesFull."""
         if self.num_bytes:
             self.close()
-        if self._room.max_bytes is not None:
-            num_bytes = min(num_bytes, self._room.max_bytes)
+        most = self._room.max_bytes
+        if most is not None and num_bytes > most:
+            num_bytes = most
         if not self._room.reserve_now(self._who, num_bytes):
             await self._room.reserve(self._who, num_bytes)
         self.num_bytes, self._is_reading = num_bytes, True

@@ -157,28 +157,25 @@ class ConnectionGuard:
         """Number of connections ended since the start, by reason."""
 
     @property
-    def most_metadata_bytes(self) -> int:
-        """Limit on the metadata of one call."""
-        return self._limits.metadata_bytes
-
-    @property
     def num_connections(self) -> int | None:
         """Number of TCP connections at the last look; None if they cannot be observed. Any thread may read it."""
         return None if self._sockets is None else len(self.connections)
 
-    def note_metadata(self, num_bytes: int) -> None:
-        """Counts the metadata of a call, and collects garbage after every TOTAL_BYTES. grpcio keeps the metadata of
-        each call in a reference cycle, and Python's own collections count objects, not bytes. Calls in progress outlive
-        a collection of young objects, so every few collections include the old ones."""
+    def note_metadata(self, num_bytes: int) -> bool:
+        """Counts the metadata of a call. Returns whether it is within the limit. Collects garbage after every
+        TOTAL_BYTES: grpcio keeps the metadata of each call in a reference cycle, and Python's own collections count
+        objects, not bytes. Calls in progress outlive a collection of young objects, so every few collections include
+        the old ones."""
         self._metadata_bytes += num_bytes
         if self._metadata_bytes > TOTAL_BYTES:
             self._metadata_bytes = 0
             self._num_collected += 1
             gc.collect(1 if self._num_collected % _FULL_EVERY else 2)
+        return num_bytes <= self._limits.metadata_bytes
 
     def refuse_headers(self, peer: str, num_bytes: int) -> MessageTooLarge:
-        """The error for a call whose metadata has ``num_bytes``, which is more than ``most_metadata_bytes``."""
-        most = self.most_metadata_bytes
+        """The error for a call whose metadata has ``num_bytes``, which is more than the limit."""
+        most = self._limits.metadata_bytes
         if num_bytes > HOSTILE_HEADERS * most:
             self.use(peer).is_hostile = True
         self._freed_bytes += COPIES * num_bytes

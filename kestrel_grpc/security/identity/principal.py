@@ -97,6 +97,7 @@ def is_administrative(method: str) -> bool:
     return method.startswith(ADMIN_METHODS) and needed_scopes(method) == (Scope.ADMIN,)
 
 
+@functools.lru_cache(maxsize=1024)
 def address_of(peer: str) -> str:
     """The address of a peer such as "ipv4:127.0.0.1:50000", without the port.
 

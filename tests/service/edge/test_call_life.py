@@ -7,7 +7,7 @@ import pytest
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import EngineOverloaded
-from kestrel_grpc.edge.call_life import CallLife, InFlight
+from kestrel_grpc.edge.call_life import CallLife, CallWatchers, InFlight
 from kestrel_grpc.http.context import HttpContext
 from kestrel_grpc.security.admission.guard import Guard
 from kestrel_grpc.settings.security import SecurityConfig
@@ -23,7 +23,9 @@ class Line:
         self.steps, self.error = [], error
         self.guard = Guard(SecurityConfig(), 1000, room or (lambda caller: None))
         self.in_flight = InFlight()
-        self.life = CallLife(self.guard, self.guard.connections, self.in_flight, self)
+        self.life = CallLife(
+            self.guard, self.guard.connections, self.in_flight, CallWatchers(watcher=self)
+        )
 
     async def run(self, *, enter=None, **fields):
         context = HttpContext({"client": ("10.0.0.1", 1), "headers": [IDS]})

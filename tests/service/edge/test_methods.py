@@ -10,7 +10,7 @@ from kestrel_client._pb.kestrel.v1.model_service_pb2_grpc import (
     ModelServiceServicer,
     add_ModelServiceServicer_to_server,
 )
-from kestrel_grpc.edge.call_life import CallLife, InFlight
+from kestrel_grpc.edge.call_life import CallLife, CallWatchers, InFlight
 from kestrel_grpc.edge.methods import Methods
 from kestrel_grpc.security.admission.guard import Guard
 from kestrel_grpc.settings.security import SecurityConfig
@@ -34,8 +34,8 @@ def test_no_task_waits_for_calls_of_one_method() -> None:
         add_ModelServiceServicer_to_server(ModelServiceServicer(), server)
 
     def generically(server: grpc.aio.Server) -> None:
-        guard, nobody = Guard(SecurityConfig(), 1000), Any
-        methods = Methods(CallLife(guard, guard.connections, InFlight(), nobody))
+        guard = Guard(SecurityConfig(), 1000)
+        methods = Methods(CallLife(guard, guard.connections, InFlight(), CallWatchers()))
         add_ModelServiceServicer_to_server(ModelServiceServicer(), methods.as_server)
         methods.add_to(server)
 

@@ -6,7 +6,12 @@ import pytest
 
 from kestrel_engine import clock
 from kestrel_grpc.security.admission.guard import _divided
-from kestrel_grpc.security.admission.message_room import MessageLimits, MessageRoom, MessagesFull
+from kestrel_grpc.security.admission.message_room import (
+    Hold,
+    MessageLimits,
+    MessageRoom,
+    MessagesFull,
+)
 from kestrel_grpc.security.identity.principal import address_of
 
 pytestmark = pytest.mark.usefixtures("still_clock")
@@ -18,7 +23,7 @@ def room(max_bytes: int | None = 100, wait_s: float = 5.0, **options: int) -> Me
 
 async def test_a_reservation_shrinks_to_what_came_and_ends_with_its_call() -> None:
     ours = room()
-    hold = ours.hold("a")
+    hold = Hold(ours, "a")
     await hold.reserve(60)
     hold.settle(10)
     assert ours.held_bytes == 10
@@ -31,29 +36,29 @@ async def test_a_reservation_shrinks_to_what_came_and_ends_with_its_call() -> No
 
 async def test_one_caller_never_has_all_room() -> None:
     ours = room(wait_s=0.05)
-    holds = [ours.hold("a") for _ in range(4)]
+    holds = [Hold(ours, "a") for _ in range(4)]
     for hold in holds[:3]:
         await hold.reserve(25)
     with pytest.raises(MessagesFull, match=r"hold 75 of 100 bytes; no room became free in 0\.05 s"):
         await holds[3].reserve(25)
-    await ours.hold("b").reserve(25)
+    await Hold(ours, "b").reserve(25)
     assert (ours.held_bytes, ours.num_waiting, ours.limited) == (100, 0, 1)
 
 
 async def test_whoever_holds_nothing_may_have_one_message_however_large() -> None:
     ours = room()
-    await ours.hold("a").reserve(100)
+    await Hold(ours, "a").reserve(100)
 
 
 async def test_room_is_given_out_in_turns() -> None:
     ours = room()
-    first, second = ours.hold("x"), ours.hold("y")
+    first, second = Hold(ours, "x"), Hold(ours, "y")
     await first.reserve(50)
     await second.reserve(50)
     order: list[str] = []
 
     async def wait(who: str) -> None:
-        hold = ours.hold(who)
+        hold = Hold(ours, who)
         await hold.reserve(50)
         order.append(who)
         await asyncio.sleep(0)
@@ -71,10 +76,10 @@ async def test_room_is_given_out_in_turns() -> None:
 
 async def test_a_call_that_ends_while_it_waits_leaves_nothing() -> None:
     ours = room()
-    hold = ours.hold("a")
+    hold = Hold(ours, "a")
     await hold.reserve(100)
-    large = asyncio.ensure_future(ours.hold("b").reserve(100))
-    small = asyncio.ensure_future(ours.hold("b").reserve(20))
+    large = asyncio.ensure_future(Hold(ours, "b").reserve(100))
+    small = asyncio.ensure_future(Hold(ours, "b").reserve(20))
     await asyncio.sleep(0)
     large.cancel()
     await asyncio.gather(large, return_exceptions=True)
@@ -85,9 +90,9 @@ async def test_a_call_that_ends_while_it_waits_leaves_nothing() -> None:
 
 async def test_a_call_that_ends_just_as_it_gets_room_gives_it_back() -> None:
     ours = room()
-    hold = ours.hold("a")
+    hold = Hold(ours, "a")
     await hold.reserve(100)
-    late = asyncio.ensure_future(ours.hold("b").reserve(100))
+    late = asyncio.ensure_future(Hold(ours, "b").reserve(100))
     await asyncio.sleep(0)
     hold.close()
     late.cancel()
@@ -97,9 +102,9 @@ async def test_a_call_that_ends_just_as_it_gets_room_gives_it_back() -> None:
 
 async def test_room_that_comes_free_just_as_a_wait_is_given_up_is_for_the_next() -> None:
     ours = room()
-    hold, next_hold = ours.hold("a"), ours.hold("c")
+    hold, next_hold = Hold(ours, "a"), Hold(ours, "c")
     await hold.reserve(100)
-    given_up = asyncio.ensure_future(ours.hold("b").reserve(100))
+    given_up = asyncio.ensure_future(Hold(ours, "b").reserve(100))
     following = asyncio.ensure_future(next_hold.reserve(100))
     await asyncio.sleep(0)
     given_up.cancel()
@@ -118,14 +123,14 @@ async def test_who_sent_much_is_read_one_message_at_a_time_with_pauses(
     )
     monkeypatch.setattr("kestrel_grpc.security.admission.message_room._HEAVY_S", 0.3)
     ours = room(1000)
-    holds = [ours.hold("a") for _ in range(2)]
+    holds = [Hold(ours, "a") for _ in range(2)]
     for hold in holds:
         await hold.reserve(50)
     for hold in holds:
         hold.arrived(20)  # Half of 0.4 s of the loop's time, 0.25 s of which may be ahead.
         hold.close()
     began = clock.now()
-    await ours.hold("b").reserve(50)
+    await Hold(ours, "b").reserve(50)
     assert clock.now() == began, "others are not concerned"
     await holds[0].reserve(50)
     assert clock.now() - began == pytest.approx(0.15), "a pause"
@@ -138,11 +143,11 @@ async def test_who_sent_much_is_read_one_message_at_a_time_with_pauses(
 
 async def test_so_many_wait_and_no_more() -> None:
     ours = room(max_waiting=1)
-    await ours.hold("a").reserve(100)
-    waiting = asyncio.ensure_future(ours.hold("b").reserve(1))
+    await Hold(ours, "a").reserve(100)
+    waiting = asyncio.ensure_future(Hold(ours, "b").reserve(1))
     await asyncio.sleep(0)
     with pytest.raises(MessagesFull, match="1 calls wait for room"):
-        await ours.hold("c").reserve(1)
+        await Hold(ours, "c").reserve(1)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 
@@ -150,7 +155,7 @@ async def test_so_many_wait_and_no_more() -> None:
 async def test_without_a_limit_bytes_are_only_counted() -> None:
     ours = room(None)
     for _ in range(3):
-        await ours.hold("a").reserve(10**12)
+        await Hold(ours, "a").reserve(10**12)
     assert ours.held_bytes == 3 * 10**12
 
 
