@@ -63,4 +63,7 @@ def _request(line: bytes, endpoint: str) -> tuple[str, bytes]:
         raise ValueError(f"method and url: must be POST and {endpoint}, as the batch's endpoint")
     if not isinstance(values.get("body"), dict):
         raise ValueError("body: must be an object")
-    return name, orjson.dumps(values["body"])
+    try:
+        return name, orjson.dumps(values["body"])
+    except orjson.JSONEncodeError:  # orjson reads deeper values than it writes.
+        raise ValueError("body: its objects and lists are nested too deeply") from None

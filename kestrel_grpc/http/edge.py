@@ -194,7 +194,12 @@ class _Exchange:
             await self._whole(response.status, response.whole)
             return
         failed = self._failed
-        await self._stream(response.event if failed is None else failed(response.whole.data))
+        last = response.event if failed is None else failed(response.whole.data)
+        if (
+            not last
+        ):  # A part of a file must not look whole: the connection ends without the body's end.
+            raise SlowReader("the form of the response has no word for an error")
+        await self._stream(last)
         await self._body(b"", has_more=False)
 
     async def _whole(self, status: int, body: ByteResponse) -> None:

@@ -172,6 +172,9 @@ class _Envelopes:
 
     async def read(self) -> Any:
         """The next content; EOF after the last one. Raises InvalidRequest, MessageTooLarge, CancelledError."""
+        await asyncio.sleep(
+            0
+        )  # What has arrived may hold thousands of envelopes. Other calls run in between.
         await self._wait_for(HEAD_BYTES)
         if not self._arrived:
             return EOF

@@ -119,6 +119,8 @@ def _form(fields: Fields) -> Fields:
     """``text.format`` as ``response_format`` of chat completions. Raises InvalidRequest."""
     form = FORMAT.inner(TEXT.inner(fields, "text"), "format")
     kind = form.text("type", "text")
+    # The response repeats them.
+    form.text("name", ""), form.text("description", ""), form.flag("strict")
     schema = {"json_schema": form.values} if kind == "json_schema" else {}
     return Fields({"type": kind, **schema}, ("response_format",))
 

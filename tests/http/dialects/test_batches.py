@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from kestrel_engine import ConfigError, EngineOverloaded
@@ -150,8 +151,28 @@ async def test_what_is_refused(http, tmp_path):
     failed = await created(client, b'{"custom_id": 1}\n[]\n' + lines_of(question("a"), url="/x"))
     assert failed["status"] == "failed" and failed["failed_at"] >= failed["created_at"]
     assert [each["line"] for each in failed["errors"]["data"]] == [1, 2, 3]
+    deep = lines_of({"a": 1}).replace(b"1}", b"[" * 300 + b"]" * 300 + b"}")
+    (told,) = (await created(client, deep))["errors"]["data"]
+    assert "body: its objects and lists are nested too deeply" in told["message"]
     for limit in ("0", "101", "0" * 8 + "10000", "0" * 8 + "1" + "0" * 5000):
         assert (await client.get(f"/v1/batches?limit={limit}")).status_code == 400
+
+
+async def test_a_download_that_fails_does_not_look_whole(http, tmp_path, monkeypatch):
+    _, client = await http(server_config=kept_in(tmp_path))
+    file_id = await upload(client, content := lines_of(question("a" * 2000)))
+    monkeypatch.setattr(tables, "_PIECE_BYTES", 1000)
+    assert (await client.get(f"/v1/files/{file_id}/content")).content == content
+    read = tables.Tables.piece
+
+    def deleted_between(self: tables.Tables, owner: Principal, name: str, at: int) -> Any:
+        if at:
+            self.db.execute("DELETE FROM files")
+        return read(self, owner, name, at)
+
+    monkeypatch.setattr(tables.Tables, "piece", deleted_between)
+    with pytest.raises(httpx2.RemoteProtocolError, match="incomplete"):
+        await client.get(f"/v1/files/{file_id}/content")
 
 
 NAMES = {

@@ -1,5 +1,6 @@
 """The Connect protocol over the fake runtime: the same messages, statuses and details as by gRPC."""
 
+import asyncio
 import base64
 import gzip
 import struct
@@ -13,6 +14,7 @@ from google.rpc import error_details_pb2
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_grpc.edge.messages.incoming import MAX_RATIO
+from kestrel_grpc.http.dialects.connect import _Envelopes
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
 from kestrel_grpc.settings.security import SecurityConfig
@@ -331,6 +333,23 @@ async def test_an_upload_is_a_stream_of_messages_of_any_length(http):
     response = await client.post(path, content=envelope(b"\n\0", 1), headers=gzipped)
     assert b"cannot be decompressed" in response.content
     assert served.server.guard.held_bytes == 0
+
+
+async def test_other_work_runs_between_the_envelopes_of_one_chunk():
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": envelope(b"") * 100}
+
+    envelopes, turns = _Envelopes(receive, 10, False), 0
+
+    async def read_all() -> None:
+        for _ in range(100):
+            assert await envelopes.read() == b""
+
+    reading = asyncio.create_task(read_all())
+    while not reading.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= 100
 
 
 async def test_an_upload_whose_client_leaves_is_given_up(http):

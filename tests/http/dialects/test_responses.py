@@ -136,6 +136,11 @@ async def test_boxes(http):
 
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({}, "input", "must hold a user message"),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": {}, "strict": [[]]}}},
+        "text.format.strict",
+        "must be true or false",
+    ),
     ({"input": 5}, "input", "must be a string or a list of messages"),
     ({"input": [{"type": "function_call"}]}, "input[0].type", "must be message"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "stores no responses"),
