@@ -63,6 +63,13 @@ class ServedModel:
         """The engine, also while it drains or has failed; None until it is loaded."""
         return self._engine
 
+    @property
+    def ready_engine(self) -> InferenceEngine | None:
+        """The engine if it takes requests now, otherwise None."""
+        engine = self._engine
+        is_ready = self._state is State.READY and engine is not None and engine.is_ready
+        return engine if is_ready else None
+
     def ready(self, engine: InferenceEngine) -> None:
         """Stores the warm engine and accepts requests from now on, unless the server drains already."""
         self._engine = engine
@@ -76,6 +83,8 @@ class ServedModel:
     @property
     def engine(self) -> InferenceEngine:
         """The engine for a request. Raises ModelNotReady, ShuttingDown."""
+        if (engine := self.ready_engine) is not None:
+            return engine
         state = self.state
         if state is State.DRAINING:
             raise ShuttingDown(f"{self.name} or its server is shutting down")
@@ -83,12 +92,8 @@ class ServedModel:
             raise ModelNotReady(
                 f"{self.name} has failed; an administrator must unload and load it again, or restart the server"
             )
-        if self._engine is None:
-            seconds = clock.now() - self._started_at
-            raise ModelNotReady(
-                f"{self.name} is still loading ({seconds:.0f} s so far{self._step})"
-            )
-        return self._engine
+        seconds = clock.now() - self._started_at
+        raise ModelNotReady(f"{self.name} is still loading ({seconds:.0f} s so far{self._step})")
 
 
 def _configured_name(config: RuntimeConfig) -> str:
@@ -158,8 +163,7 @@ class ServedModels:
         best = "high" if Scope.HIGH in caller.scopes else "normal"
         refusal: EngineOverloaded | None = None
         for model in self._models:
-            engine = model.loaded
-            if engine is None or model.state is not State.READY:
+            if (engine := model.ready_engine) is None:
                 continue
             try:
                 engine.check_admission(caller.name, caller.weight, priority=best)
@@ -186,7 +190,7 @@ class ServedModels:
     def engine(self, name: str | None = None) -> InferenceEngine:
         """The engine for a request for the model ``name``. Raises ModelNotReady, ShuttingDown, ModelNotFoundError."""
         if name is None or name not in self.names:
-            engine = self.default.engine  # While the server cannot answer, that is the reason.
+            engine = self._models[0].engine  # While the server cannot answer, that is the reason.
             if name is None:
                 return engine
         return self.model(name).engine

@@ -110,9 +110,13 @@ class GrpcMethod:
             call.context.set_trailing_metadata(self._trailers(self.method))
         return response
 
-    async def _respond(self, call: Call, request: Any) -> Any:
-        if not self._streams:
-            return await self.behaviour(request, call.context)
+    def _respond(self, call: Call, request: Any) -> Awaitable[Any]:
+        if self._streams:
+            return self._stream(call, request)
+        answer: Awaitable[Any] = self.behaviour(request, call.context)
+        return answer
+
+    async def _stream(self, call: Call, request: Any) -> Any:
         writer = Writer(call, self._writes)
         answered = self.behaviour(request, cast(Context, writer))
         if not isinstance(answered, AsyncIterator):

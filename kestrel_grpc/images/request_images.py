@@ -228,13 +228,11 @@ class RequestImages:
         if image.kept is not None:
             # The image may have been deleted since. It must not return to the store.
             return image.kept.image_id
-        if isinstance(image.source, ImageFeatures) or size_of(image.source) > self.store.max_bytes:
+        if isinstance(image.source, ImageFeatures):
             return ""
-        call = current.get()
+        caller = current.get().principal
         try:
-            kept = self.store.put(
-                call.owner, digest, image.source, size, weight=call.principal.weight
-            )
+            kept = self.store.put(caller.name, digest, image.source, size, weight=caller.weight)
         except ImagesFull:
             return ""
         return "" if kept is None else kept.image_id

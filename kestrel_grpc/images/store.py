@@ -135,8 +135,11 @@ class ImageStore:
     def find(self, owner: str, digest: bytes) -> StoredImage | None:
         """The owner's image with this digest, or None. Counts as a use of the image."""
         own = self._owners.get(owner)
-        image_id = None if own is None else own.ids.get(digest)
-        return None if image_id is None else self.get(owner, image_id)
+        if own is None or digest not in own.ids:
+            return None
+        image_id = own.ids[digest]
+        own.images.move_to_end(image_id)
+        return own.images[image_id]
 
     def get(self, owner: str, image_id: str) -> StoredImage:
         """The owner's image with this id. Counts as a use of the image. Raises ImageNotFound."""

@@ -6,6 +6,7 @@ A unary call runs the same requests as a stream, without reading their updates.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
@@ -38,8 +39,8 @@ from .answers.several import total_result
 def _unary(kind: Kind[Any, Any]) -> Any:
     """The method of a skill with one response."""
 
-    async def method(self: VisionService, request: Any, context: Context) -> Any:
-        return await self._answer(request, kind)
+    def method(self: VisionService, request: Any, context: Context) -> Awaitable[Any]:
+        return self._answer(request, kind)
 
     return method
 

@@ -58,7 +58,6 @@ class Admission:
 
     def __init__(self, limits: CallLimits) -> None:
         self._limits = limits
-        self._is_limited = limits.calls is not None or limits.rate is not None
         self.accounts: OrderedDict[str, _Account] = OrderedDict()
         """By principal, the least recently seen first."""
         self.limited = 0
@@ -72,12 +71,11 @@ class Admission:
         """Counts a call during the context manager. Raises RateExceeded, TooManyCalls."""
         account = self.accounts.get(principal) or self._begin(principal)
         self.accounts.move_to_end(principal)
-        if self._is_limited:
-            try:
-                self._check(principal, account)
-            except EngineOverloaded:
-                self.limited += 1
-                raise
+        try:
+            self._check(principal, account)
+        except EngineOverloaded:
+            self.limited += 1
+            raise
         return account
 
     def _check(self, principal: str, account: _Account) -> None:

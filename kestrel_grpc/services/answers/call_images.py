@@ -46,7 +46,10 @@ class CallImages:
 
     async def find(self, images: Sequence[RequestImage]) -> None:
         """Raises ImageNotFound."""
-        self._found = [await self._images.find(each) for each in images]
+        self._found = list(images)
+        for index, image in enumerate(images):
+            if image.image_id:
+                self._found[index] = await self._images.find(image)
 
     async def prepare(self, tiles: Tiles | str | None = None) -> None:
         """Prepares the images for several requests. Raises the errors of the engine's ``prepare_image``, which name

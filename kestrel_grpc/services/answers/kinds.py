@@ -16,7 +16,6 @@ from ..messages.responses import (
     caption_answer,
     found_outline,
     found_places,
-    presupposed,
     query_answer,
 )
 from ..messages.tasks import (
@@ -67,7 +66,7 @@ class Kind(Generic[Part, Response]):
     """From the task, how to cut the image; its None: not at all. Raises InvalidRequest."""
     are_samples: bool = False
     """Several requests are samples, with seeds in a row, which fail together; otherwise names, which fail alone."""
-    has_more_requests: Callable[[Any], bool] = lambda task: False
+    has_more_requests: Callable[[Any], bool] | None = None
     """Whether ``in_rounds`` makes more requests about the images."""
     in_rounds: Callable[..., Awaitable[list[PartResult[Part]]]] | None = None
     """Runs the requests, and those that follow from their results. Gets the Run, the CallTask, requests and images."""
@@ -95,7 +94,9 @@ class CallTask(NamedTuple, Generic[Part, Response]):
 def _query_response(result: EngineResult | None, parts: list[pb.Answer]) -> pb.QueryResponse:
     assert result is not None, "samples fail together"
     return pb.QueryResponse(
-        answers=parts, presupposed=presupposed(result), abstained=result.abstained
+        answers=parts,
+        presupposed=[pb.ObjectSearch(object=x.object, absence=x.absence) for x in result.absences],
+        abstained=result.abstained,
     )
 
 

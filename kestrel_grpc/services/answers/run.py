@@ -8,7 +8,6 @@ share their prefix. The engine schedules these requests like all others.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -56,7 +55,7 @@ from .several import (
 
 logger = logging.getLogger(__name__)
 
-_NO_TURN = contextlib.nullcontext()
+Note = Callable[[EngineStream], Awaitable[None]]
 _OPTIONS = frozenset(common_pb2.RequestOptions.DESCRIPTOR.fields_by_name)
 
 
@@ -140,7 +139,7 @@ class Run:
         try:
             tiles = None if task.kind.tiles is None else task.kind.tiles(task.message)
             requests = task.kind.requests(task.message, len(self.images))
-            if isinstance(task.message, pb.SkillTask):
+            if task.kind.name == "skill":
                 check_skill(task.message.name, self.engine.info.skills)
         except RequestError as error:
             raise error.at((*task.path, *error.path)) from error
@@ -158,7 +157,8 @@ class Run:
         self, task: CallTask[Part, Response], requests: list[Request], tiles: Tiles | None
     ) -> tuple[Response, list[EngineResult]]:
         seed = 0
-        several = len(requests) > 1 or task.kind.has_more_requests(task.message)
+        has_more = task.kind.has_more_requests
+        several = len(requests) > 1 or (has_more is not None and has_more(task.message))
         if several and task.kind.are_samples and self._sender is not None:
             raise InvalidRequest(
                 "num_samples",
@@ -175,7 +175,8 @@ class Run:
         if task.kind.in_rounds is not None:
             ended = await task.kind.in_rounds(self, task, requests, images)
         elif not several:
-            ended = [await self.ended(task, requests[0], images)]
+            begin = self._ended if self._turns is None else self.ended
+            ended = [await begin(task, requests[0], images)]
         elif task.kind.are_samples:
             ended = await of_samples(self, task, requests, images)
         else:
@@ -184,7 +185,7 @@ class Run:
         if several and task.kind.merge is not None:
             await asyncio.to_thread(task.kind.merge, task.message, parts)
         results = [each.result for each in ended if each.result is not None]
-        made = task.kind.response(next(iter(results), None), parts)
+        made = task.kind.response(results[0] if results else None, parts)
         response: Any = made
         if not several:
             seed = results[0].seed if task.kind.generates else 0
@@ -244,28 +245,39 @@ class Run:
         task: CallTask[Part, Response],
         request: Request,
         images: Sequence[Any],
-        note: Callable[[EngineStream], Awaitable[None]] | None = None,
+        note: Note | None = None,
     ) -> PartResult[Part]:
-        """Runs a request to its end. ``note`` is called when the engine has accepted it."""
-        turns, kind = self._turns, task.kind
-        async with _NO_TURN if turns is None else turns.of(len(images[0].looks) if images else 1):
-            result = self._not_begun.get(request.skill) if note is None else None
-            if result is None:
-                result = await self._result(task, request, images, note)
-            part = kind.part(result, label_of(request))
-            if kind.complete is not None and result.image_size is not None:
-                await kind.complete(task.message, part, result.image_size)
-            if self._sender is not None:
-                for event in kind.last_events(part):
-                    await self._sender.send(event, task.key)
-            return PartResult(part, result)
+        """Runs a request to its end, in its turn. ``note`` is called when the engine has accepted it."""
+        if self._turns is None:
+            return await self._ended(task, request, images, note)
+        async with self._turns.of(len(images[0].looks) if images else 1):
+            return await self._ended(task, request, images, note)
+
+    async def _ended(
+        self,
+        task: CallTask[Part, Response],
+        request: Request,
+        images: Sequence[Any],
+        note: Note | None = None,
+    ) -> PartResult[Part]:
+        kind = task.kind
+        result = self._not_begun.get(request.skill) if note is None else None
+        if result is None:
+            result = await self._result(task, request, images, note)
+        part = kind.part(result, label_of(request))
+        if kind.complete is not None and result.image_size is not None:
+            await kind.complete(task.message, part, result.image_size)
+        if self._sender is not None:
+            for event in kind.last_events(part):
+                await self._sender.send(event, task.key)
+        return PartResult(part, result)
 
     async def _result(
         self,
         task: CallTask[Part, Response],
         request: Request,
         images: Sequence[Any],
-        note: Callable[[EngineStream], Awaitable[None]] | None,
+        note: Note | None,
     ) -> EngineResult:
         stream = await self._submit(task, request, images)
         is_late = self._is_cancelled

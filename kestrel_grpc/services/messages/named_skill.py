@@ -14,7 +14,7 @@ from kestrel_engine import EngineResult, InvalidRequest, Request
 
 from ...edge.failures.errors import SkillNotFound
 from .responses import FINISH_REASONS, logprobs_message
-from .tasks import sampling_settings, text_settings
+from .tasks import field_values, text_settings
 
 _MAX_NAME = 128
 
@@ -23,7 +23,7 @@ def skill_requests(task: pb.SkillTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     if not 1 <= len(task.name) <= _MAX_NAME:
         raise InvalidRequest("name", f"must have 1 to {_MAX_NAME} characters")
-    typed = sampling_settings(task.sampling) | text_settings(task.text)
+    typed = field_values(task.sampling) | text_settings(task.text)
     if task.HasField("max_tokens"):
         typed["max_tokens"] = task.max_tokens
     settings, arguments = plain(task.settings), plain(task.arguments)

@@ -32,11 +32,6 @@ def caption_answer(result: EngineResult) -> pb.Answer:
     return _answer(result, result.output["caption"])
 
 
-def presupposed(result: EngineResult) -> list[pb.ObjectSearch]:
-    """The objects that the question presupposes."""
-    return [pb.ObjectSearch(object=each.object, absence=each.absence) for each in result.absences]
-
-
 def found_places(result: EngineResult, label: str) -> NameResult:
     """Points or boxes."""
     output = result.output

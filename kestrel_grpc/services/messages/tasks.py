@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from google.protobuf.message import Message
+
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_engine import InvalidRequest, Request, Tiles
@@ -48,22 +50,23 @@ def label_of(request: Request) -> str:
 
 def query_requests(task: pb.QueryTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
+    given = field_values(task)
     arguments: dict[str, Any] = {
         "question": task.question,
         "reasoning": task.reasoning,
-        "spatial_refs": read_spatial_refs(task.spatial_refs),
+        "spatial_refs": read_spatial_refs(given.get("spatial_refs", ())),
     }
     if task.system:
         arguments["system"] = task.system
     if task.answer_start:
         arguments["answer_start"] = task.answer_start
-    if task.history:
+    if "history" in given:
         arguments["history"] = [(turn.question, turn.answer) for turn in task.history]
         arguments |= _image_turns(task, num_images)
-    settings = _text_settings(task)
-    if task.HasField("max_reasoning_tokens"):
-        settings["max_reasoning_tokens"] = task.max_reasoning_tokens
-    if task.HasField("abstention"):
+    settings = _text_settings(given)
+    if "max_reasoning_tokens" in given:
+        settings["max_reasoning_tokens"] = given["max_reasoning_tokens"]
+    if "abstention" in given:
         if not task.abstention.objects:
             raise InvalidRequest(
                 ("abstention", "objects"), "is empty: name the objects of the question"
@@ -77,18 +80,20 @@ def query_requests(task: pb.QueryTask, num_images: int) -> list[Request]:
 def caption_requests(task: pb.CaptionTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     length = known_value("length", task.length, pb.CaptionLength, _LENGTHS)
-    return _samples("caption", task, {"length": length}, _text_settings(task))
+    settings = _text_settings(field_values(task))
+    return _samples("caption", task, {"length": length}, settings)
 
 
 def point_requests(task: pb.PointTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
     arguments = {"spatial_refs": read_spatial_refs(task.spatial_refs)}
-    return _names("point", task, arguments, _settings(task, "min_score", "max_objects"))
+    settings = _settings(field_values(task), "min_score", "max_objects")
+    return _names("point", task, arguments, settings)
 
 
 def detect_requests(task: pb.DetectTask, num_images: int) -> list[Request]:
     """Raises InvalidRequest."""
-    settings = _settings(task, "min_score", "max_objects", "max_overlap")
+    settings = _settings(field_values(task), "min_score", "max_objects", "max_overlap")
     return _names("detect", task, {}, settings)
 
 
@@ -97,7 +102,7 @@ def segment_requests(task: pb.SegmentTask, num_images: int) -> list[Request]:
     known_value("mask_format", task.mask_format, pb.MaskFormat, _MASKS)
     refined = known_value("refinement", task.refinement, pb.Refinement, _REFINEMENTS)
     arguments = {"spatial_refs": read_spatial_refs(task.spatial_refs), **refined}
-    return _names("segment", task, arguments, _settings(task, "min_score"))
+    return _names("segment", task, arguments, _settings(field_values(task), "min_score"))
 
 
 def gaze_requests(task: pb.GazeTask, num_images: int) -> list[Request]:
@@ -124,7 +129,7 @@ def gaze_requests(task: pb.GazeTask, num_images: int) -> list[Request]:
     places = [(eye.x, eye.y) for eye in task.eyes] or list(map(centre_of, faces))
     if places:
         return [gaze_request(task, place) for place in places]
-    settings = sampling_settings(task.sampling)
+    settings = field_values(task.sampling)
     if task.HasField("max_faces"):
         settings["max_objects"] = task.max_faces
     return [_request("detect", {"object": FACE}, settings)]
@@ -132,7 +137,7 @@ def gaze_requests(task: pb.GazeTask, num_images: int) -> list[Request]:
 
 def gaze_request(task: pb.GazeTask, eye: Point, **settings: Any) -> Request:
     """``settings``: others than the task's."""
-    return _request("gaze", {"eye": eye}, _settings(task) | settings)
+    return _request("gaze", {"eye": eye}, _settings(field_values(task)) | settings)
 
 
 def edges_of(box: common_pb2.Box) -> Edges:
@@ -226,31 +231,32 @@ def _image_turns(task: pb.QueryTask, num_images: int) -> dict[str, list[int]]:
     return {"image_turns": turns + [len(task.history)] * (num_images - len(turns))}
 
 
-def _settings(task: TextTask | FindTask | pb.GazeTask, *own: str) -> dict[str, Any]:
-    """The sampling, and those of ``max_tokens`` and the task's fields ``own`` that are set."""
-    values = {name: getattr(task, name) for name in ("max_tokens", *own) if task.HasField(name)}  # type: ignore[arg-type]
-    return sampling_settings(task.sampling) | values
+def _settings(given: Mapping[str, Any], *own: str) -> dict[str, Any]:
+    """The sampling, and those of ``max_tokens`` and the task's fields ``own`` that are set. ``given``: all fields of
+    the task that are set."""
+    values = {name: given[name] for name in ("max_tokens", *own) if name in given}
+    return field_values(given["sampling"]) | values if "sampling" in given else values
 
 
-def _text_settings(task: TextTask) -> dict[str, Any]:
-    settings = _settings(task)
-    return settings | text_settings(task.text) if task.HasField("text") else settings
+def _text_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    settings = _settings(given)
+    return settings | text_settings(given["text"]) if "text" in given else settings
 
 
-def sampling_settings(sampling: common_pb2.Sampling) -> dict[str, Any]:
+def field_values(message: Message) -> dict[str, Any]:
     """The values of the fields that are set, by name."""
-    return {descriptor.name: value for descriptor, value in sampling.ListFields()}
+    return {descriptor.name: value for descriptor, value in message.ListFields()}
 
 
 def text_settings(text: common_pb2.TextOptions) -> dict[str, Any]:
-    """As ``sampling_settings``."""
-    values = {descriptor.name: value for descriptor, value in text.ListFields()}
+    """As ``field_values``, in the form of the engine."""
+    values = field_values(text)
     if "stop" in values:
         values["stop"] = list(values["stop"])
     if "logit_bias" in values:
         values["logit_bias"] = [(each.id, each.bias) for each in values["logit_bias"]]
     if "constraint" in values:
-        rules = {each.name: rule for each, rule in values["constraint"].ListFields()}
+        rules = field_values(values["constraint"])
         if "choices" in rules:
             rules["choices"] = list(rules["choices"].texts)
         values["constraint"] = rules
