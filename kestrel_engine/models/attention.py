@@ -32,14 +32,13 @@ class Span:
 
     ``queries``: the rows of the queries in the flat batch. ``fresh``: the rows of the keys, if the batch holds all of
     them. Otherwise ``slots`` are the slots of the keys in the KV cache, by position; a slice, which avoids a copy, if
-    the pages are consecutive. ``mask``: [queries, keys] bool, True where a query attends to a key. Without it and with
-    ``causal`` False, every query attends to every key.
+    the pages are consecutive. ``causal``: the last query attends to all keys, and each one before it to one key less
+    than the next one. Otherwise, every query attends to every key.
     """
 
     queries: slice
     fresh: slice | None = None
     slots: slice | Tensor | None = None
-    mask: Tensor | None = None
     causal: bool = False
 
 
@@ -117,16 +116,8 @@ class PrefixAttention:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
     """Attention of [positions, heads, head_dim], in the same shape. torch's kernels compute the softmax in float32."""
-    if span.mask is None and not span.causal:
-        return full_attention.attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)).squeeze(0)
-    attended = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        k.transpose(0, 1).unsqueeze(0),
-        v.transpose(0, 1).unsqueeze(0),
-        attn_mask=span.mask,
-        is_causal=span.causal,
-    )
-    return attended.squeeze(0).transpose(0, 1)
+    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    return full_attention.attend(q, k, v, causal=span.causal).squeeze(0)
 
 
 def _attend_group(q: Tensor, pools: Sequence[tuple[Tensor, float]], group: Group) -> Tensor:

@@ -64,7 +64,7 @@ def build_batch(
         else:
             seen = cache.slots(row.page_table, end)
             slots.append(_as_tensor(seen)[row.start :])
-            spans += _spans(row, begin, seen, model.device, rounds=cache.eight_bits)
+            spans += _spans(row, begin, seen, rounds=cache.eight_bits)
         inputs.add(row, begin)
         begin += count
         last.append(begin - 1)
@@ -184,9 +184,7 @@ def _as_tensor(slots: slice | Tensor) -> Tensor:
     return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
 
 
-def _spans(
-    row: Row, begin: int, seen: slice | Tensor, device: torch.device, *, rounds: bool
-) -> list[Span]:
+def _spans(row: Row, begin: int, seen: slice | Tensor, *, rounds: bool) -> list[Span]:
     """Cuts a row into spans. ``begin``: the index of its first token in the batch.
 
     The positions of an image, and that of a BOS directly before it, attend to one another in both directions; all other
@@ -211,7 +209,7 @@ def _spans(
         pieces.append((block, position, True))
     if start < position:
         pieces.append((start, position, False))
-    return [_span(row.start, begin, piece, seen, device, rounds=rounds) for piece in pieces]
+    return [_span(row.start, begin, piece, seen, rounds=rounds) for piece in pieces]
 
 
 def _span(
@@ -219,7 +217,6 @@ def _span(
     begin: int,
     piece: tuple[int, int, bool],
     seen: slice | Tensor,
-    device: torch.device,
     *,
     rounds: bool,
 ) -> Span:
@@ -230,9 +227,4 @@ def _span(
     slots = None
     if fresh is None:
         slots = slice(seen.start, seen.start + end) if isinstance(seen, slice) else seen[:end]
-    if bidirectional or end - first == 1:
-        return Span(queries, fresh, slots)
-    if first == 0:
-        return Span(queries, fresh, slots, causal=True)
-    mask = torch.ones(end - first, end, dtype=torch.bool, device=device).tril(first)
-    return Span(queries, fresh, slots, mask=mask)
+    return Span(queries, fresh, slots, causal=not bidirectional and end - first > 1)

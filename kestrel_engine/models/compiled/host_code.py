@@ -207,6 +207,27 @@ class Code:
         size = 4 if element is self._float else element.width // 8
         return self._b.load(self._at(name, index, element), typ=kind, align=align or size)
 
+    def _load_first(self, count: Any, name: str, index: Any, kind: Any) -> Any:
+        """Reads ``count`` numbers of 16 or 32 bits from element ``index`` to a vector, whose others are 0."""
+        b, bits = self._b, kind.element.width
+        truth = self._vector(self._ir.IntType(1))
+        load = self._known(
+            f"llvm.masked.load.v16i{bits}.p0", kind, self._pointer, self._word, truth, kind
+        )
+        lanes = self._ir.Constant(self._words, list(range(LANES)))
+        mask = b.icmp_signed("<", lanes, self._splat(b.trunc(count, self._word)))
+        place = self._at(name, index, kind.element)
+        return b.call(load, [place, self._word(2), mask, self._ir.Constant(kind, None)])
+
+    def _transposed(self, rows: list[Any]) -> list[Any]:
+        """Of 16 vectors of words, the vector of the first ones, then that of the second ones, and so on."""
+        halves = [[i // 2 + first + LANES * (i % 2) for i in range(LANES)] for first in (0, 8)]
+        masks = [self._ir.Constant(self._words, places) for places in halves]
+        for _ in range(LANES.bit_length() - 1):
+            pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
+            rows = [self._b.shuffle_vector(x, y, mask) for x, y in pairs for mask in masks]
+        return rows
+
     def _fetch(self, name: str, index: Any, kind: Any) -> None:
         """Begins to read the 64 bytes around element ``index`` to the second cache."""
         fetch = self._known("llvm.prefetch.p0", self._none, self._pointer, *[self._word] * 3)
@@ -228,17 +249,20 @@ class Code:
         return self._b.call(add, [self._float(-0.0), vector], fastmath=("reassoc",))
 
     def _exp(self, x: Any) -> Any:
-        """The exponentials of 16 floats of at most 0: two to the power of a whole number, times a polynomial."""
-        b = self._b
-        x = b.fmul(x, self._splat(self._float(math.log2(math.e))))
-        least = self._splat(self._float(-126.0))
+        """The exponentials of 16 floats of at most 0."""
+        x = self._b.fmul(x, self._splat(self._float(math.log2(math.e))))
+        return self._power_of_two(x, 6)
+
+    def _power_of_two(self, x: Any, powers: int) -> Any:
+        """Two to the power of 16 floats of at most 0, by a polynomial of degree ``powers``."""
+        b, least = self._b, self._splat(self._float(-126.0))
         x = b.select(b.fcmp_ordered("<", x, least), least, x)
         whole = b.call(self._known("llvm.rint.v16f32", self._floats, self._floats), [x])
         x = b.fsub(x, whole)
-        y = self._splat(self._float(0.0))
-        for power in range(6, -1, -1):
-            factor = math.log(2) ** power / math.factorial(power)
-            y = self._fma(y, x, self._splat(self._float(factor)))
+        factors = [math.log(2) ** power / math.factorial(power) for power in range(powers + 1)]
+        y, *rest = (self._splat(self._float(factor)) for factor in reversed(factors))
+        for factor in rest:
+            y = self._fma(y, x, factor)
         bias, places = (self._ir.Constant(self._words, [n] * LANES) for n in (127, 23))
         power = b.shl(b.add(b.fptosi(whole, self._words), bias), places)
         return b.fmul(y, b.bitcast(power, self._floats))
@@ -258,6 +282,8 @@ class Code:
     def _to_bfloat(self, x: Any) -> Any:
         """The 16 bits of the nearest bfloat16 numbers."""
         b, words = self._b, self._words
+        if features().get("avx512bf16"):
+            return b.bitcast(b.fptrunc(x, self._vector(bfloat())), self._vector(self._half))
         bits = b.bitcast(x, words)
         half, one, places, nan = (
             self._ir.Constant(words, [n] * LANES) for n in (0x7FFF, 1, 16, 0x7FC0)

@@ -1,6 +1,7 @@
 """Products of many rows of bfloat16 on a CPU with weights in bfloat16, int8 and int4.
 
 LLVM compiles them for the processor at hand.
+
 A thread takes 64 rows of W at a time. It brings them into the order of the processor's products, in memory that stays
 in its second cache, and multiplies a few rows of ``x`` at a time with them. With int8 and int4, a row of ``x`` is
 rounded to int8 over its whole range first, and sums are whole numbers: twice the rate of bfloat16. Rows of an int4
@@ -260,31 +261,13 @@ class _Code(host_code.Code):
         """A block of a weight in rows."""
         b, long, words = self._b, self._long, self._size("words")
         begin = b.mul(b.mul(block, long(LANES)), words)
-        lanes = self._ir.Constant(self._words, list(range(LANES)))
-        truth = self._vector(self._ir.IntType(1))
-        load = self._known(
-            "llvm.masked.load.v16i32.p0", self._words, self._pointer, self._word, truth, self._words
-        )
-        none = self._ir.Constant(self._words, None)
         with self._loop(long(0), words, LANES) as word:
-            left = self._splat(b.trunc(b.sub(words, word), self._word))
-            mask, found = b.icmp_signed("<", lanes, left), []
-            for row in range(LANES):
-                place = b.add(begin, b.add(b.mul(words, long(row)), word))
-                place = self._at("weight", place, self._word)
-                found.append(b.call(load, [place, self._word(2), mask, none]))
-            for i, vector in enumerate(self._turned(found)):
+            left = b.sub(words, word)
+            rows = [b.add(begin, b.add(b.mul(words, long(row)), word)) for row in range(LANES)]
+            rows = [self._load_first(left, "weight", row, self._words) for row in rows]
+            for i, vector in enumerate(self._transposed(rows)):
                 vector = b.xor(vector, self._flip()) if self._is_int else vector
                 self._keep(own, b.add(word, long(i)), vector)
-
-    def _turned(self, rows: list[Any]) -> list[Any]:
-        """The first words of 16 vectors, then their second ones, and so on."""
-        halves = [[i // 2 + first + LANES * (i % 2) for i in range(LANES)] for first in (0, 8)]
-        masks = [self._ir.Constant(self._words, places) for places in halves]
-        for _ in range(LANES.bit_length() - 1):
-            pairs = zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True)
-            rows = [self._b.shuffle_vector(x, y, mask) for x, y in pairs for mask in masks]
-        return rows
 
     def _flip(self) -> Any:
         """Bytes w become w + 128."""

@@ -20,22 +20,26 @@ def inputs(queries, keys, heads, size):
     return q[:, :queries], k[:, :keys], v[:, :keys]
 
 
-def expected(q, k, v):
+def expected(q, k, v, causal=False):
     wide = (x.float().transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*wide).transpose(1, 2)
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    mask = mask.tril(k.shape[1] - q.shape[1]) if causal else None
+    return F.scaled_dot_product_attention(*wide, attn_mask=mask).transpose(1, 2)
 
 
 @compiled
-@pytest.mark.parametrize(("queries", "keys"), [(64, 96), (75, 75), (66, 101), (70, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(64, 96), (75, 75), (11, 101), (70, 1)])
 @pytest.mark.parametrize("size", [8, 64, 72, 128])
-def test_every_size_agrees_with_float32(queries, keys, size):
+def test_every_size_agrees_with_float32(queries, keys, size, causal):
     torch.manual_seed(size + keys)
+    causal = causal and queries <= keys
     with torch.inference_mode():
         q, k, v = inputs(queries, keys, 3, size)
         assert full_attention._takes(q, k, v)
-        found = attend(q, k, v)
+        found = attend(q, k, v, causal=causal)
     assert found.shape == q.shape and found.dtype == q.dtype
-    torch.testing.assert_close(found.float(), expected(q, k, v), rtol=2**-7, atol=2**-6)
+    torch.testing.assert_close(found.float(), expected(q, k, v, causal), rtol=2**-7, atol=2**-6)
 
 
 @compiled
@@ -62,9 +66,10 @@ def test_float32_and_few_queries_are_torchs():
     q, k, v = inputs(70, 90, 2, 64)
     wide = [x.float() for x in (q, k, v)]
     assert torch.equal(attend(*wide), expected(q, k, v))
+    assert torch.equal(attend(*wide, causal=True), expected(q, k, v, causal=True))
     with torch.inference_mode():
         assert not full_attention._takes(*wide)
-        assert not full_attention._takes(q[:, :63], k, v)
+        assert not full_attention._takes(q[:, :7], k, v)
         apart = torch.randn(2, 70, 2 * 64 + 1).bfloat16()[..., :-1].unflatten(2, (2, 64))
         assert not full_attention._takes(apart, k, v), "pairs of its numbers are not aligned"
         assert attend(q[:0], k[:0], v[:0]).shape == (0, *q.shape[1:])

@@ -65,9 +65,11 @@ class Pair:
         places, slots = slice(0, count), slots_of(sequence, count)
         mask = torch.ones(count, count, dtype=torch.bool).tril()
         mask[:prefix, :prefix] = True
-        span = Span(places, fresh=places, mask=mask)
+        spans = [Span(slice(prefix, count), fresh=places, causal=True)]
+        if prefix:
+            spans.append(Span(slice(0, prefix), fresh=slice(0, prefix)))
         expected = self.model.text(
-            x, torch.arange(count), PagedAttention(*self.plain_pool, slots, [span], [])
+            x, torch.arange(count), PagedAttention(*self.plain_pool, slots, spans, [])
         )
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
