@@ -12,10 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kestrel_engine import RuntimeConfig, maintenance
+from kestrel_engine.building.files import read_calibration
 from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.checksums import checksum, read_sums
 from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.preprocess.crops import select_tiling
+from kestrel_engine.types.calibration import CURVES, FILE_NAME
 from kestrel_engine.types.model_config import parse_model_config
 from training.learning.model import Learner, prompt_mask
 from training.prompts import COORD, SIZE, Prompt, PromptWriter
@@ -234,13 +236,15 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
             history.append((text, answer))
 
 
-def test_the_calibration_is_that_of_the_weights(bundled: Path) -> None:
-    from kestrel_engine.building.files import read_calibration
-    from kestrel_engine.types.calibration import CURVES, FILE_NAME
-
-    stored = json.loads((bundled / FILE_NAME).read_text())
-    weights = [bundled / "model.safetensors"]
-    calibration = read_calibration("auto", weights, stored["weights"])
-    assert calibration.names == CURVES
-    for name, facts in stored["fitted"]["curves"].items():
-        assert facts["results"] > 1000 and facts["error"] <= 0.03, name
+@pytest.mark.parametrize(
+    ("name", "curves", "least"),
+    [("kestrel_tiny", CURVES, 1000), ("kestrel_small", ("point", "detect", "absence"), 800)],
+)
+def test_the_calibration_is_that_of_the_weights(
+    name: str, curves: tuple[str, ...], least: int
+) -> None:
+    stored = json.loads((BUNDLED / name / FILE_NAME).read_text())
+    weights = [BUNDLED / name / "model.safetensors"]
+    assert read_calibration("auto", weights, stored["weights"]).names == curves
+    for curve, facts in stored["fitted"]["curves"].items():
+        assert facts["results"] > least and facts["error"] <= 0.03, curve
