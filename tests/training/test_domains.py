@@ -292,7 +292,8 @@ def test_what_is_absent_is_asked_for_in_the_words_of_what_is_there(sources: Path
             openings.setdefault(ask.kind, set()).add(ask.text.lower().partition(" of ")[0])
     ways = {"what is the price", "price"}
     assert ways <= openings["absent"] and ways <= openings["text receipt price"]
-    table = {"labels": ["Oslo", "Rome", "Paris"], "series": [{"name": "Plan"}, {"name": "Actual"}]}
+    series = [{"name": "Plan"}, {"name": "Actual"}]
+    table = {"title": "Sales in 1999", "labels": ["Oslo", "Rome", "Paris"], "series": series}
     asks = [charts._absent(random.Random(seed), table) for seed in range(60)]
     said = {ask.answer.removeprefix("There is no ") for ask in asks}
     assert "Berlin." in said and not said & {"Oslo.", "Rome.", "Paris.", "Plan.", "Actual."}

@@ -117,7 +117,7 @@ def _about_series(
 def _absent(rng: random.Random, t: dict[str, Any]) -> Ask:
     """The value of a label, or of a series, that other charts have: the best are of the chart's own group."""
     series, groups = [s["name"] for s in t["series"]], [group.split(",") for group in GROUPS]
-    there = {*t["labels"], *series}
+    there = {*t["labels"], *series, *t["title"].split()}
     near = [name for group in groups if len(there & {*group}) > 1 for name in group]
     made_up, year = rng.choice(dictionary()).capitalize()[:9], str(rng.randint(1980, 2026))
     names = [

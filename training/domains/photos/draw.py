@@ -18,8 +18,8 @@ from training.domains.picture import Ask, Box, Mark, Picture, centre, find, in_o
 from training.domains.text.fonts import sources
 from training.scenes.phrases import with_article
 
-OUTSIDE = 0.22  # share of the things that are outside the list
-PHOTOS_OUTSIDE = 0.3  # of the photographs in training
+OUTSIDE = 0.22  # share of the things that are outside the list, for the figures
+TAUGHT_OUTSIDE = {"photo": 0.3, "emoji": 0.14}  # and in training
 STRANGE = 0.35  # of the photographs outside the list: what nobody photographed
 _SIDES = tuple(Image.Transpose)
 _SMALLEST = {"photo": 96.0, "emoji": 28.0}  # pixels of the model's view
@@ -289,7 +289,7 @@ def _draw(rng: random.Random, width: int, height: int, held: bool, noun: str) ->
     names, others = (
         [n for n in sorted(files) if n.startswith("?") == out] for out in (False, True)
     )
-    outside = PHOTOS_OUTSIDE if noun == "photo" and not held else OUTSIDE
+    outside = OUTSIDE if held else TAUGHT_OUTSIDE[noun]
     groups = _groups(noun, listed=False)
     # In training, what looks most like something listed is more likely.
     near = {"produce": 2, "clothes": 5}
