@@ -21,7 +21,8 @@ class DecodeLane(StepLane):
         self._beside = beside
 
     def add_rows(self, draft: Draft) -> None:
-        ready, after = self._beside.choose(self._ready(), self._batch.running.values())
+        running = self._batch.running.values()
+        ready, after = self._beside.choose(self._ready(), running, alone=self.turns.alone)
         self._decode(draft, ready)
         draft.after = after if draft.decode else None
 
