@@ -33,7 +33,7 @@ _SMALLEST = 20.0  # pixels of the model's view
 
 
 @cache
-def _icons(held: bool) -> dict[str, list[Any]]:
+def icon_masks(held: bool) -> dict[str, list[Any]]:
     """Masks [64, 64] by name."""
     data = np.load(sources() / "icons.npz")
     found: dict[str, list[Any]] = {}
@@ -155,7 +155,7 @@ def _labels(
 
 
 def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
-    drawn = _icons(held)
+    drawn = icon_masks(held)
     image, ground = draw_ground(rng, width, height, plain=0.8)
     page = Page(image)
     places = layout(rng, width, height, _SMALLEST)
