@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kestrel_client.commands import DEMO_IMAGE
+from kestrel_client.commands.samples import Ask, samples
 
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {
@@ -18,6 +18,7 @@ _TYPES = {
     ".css": "text/css",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
+    ".png": "image/png",
 }
 _HEADERS = {
     "content-security-policy": (
@@ -31,8 +32,25 @@ _HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """A route for the page, one for each of its files, and one for the sample picture."""
-    return [Route("/page/sample.jpg", _sender(DEMO_IMAGE), methods=["GET"]), *_file_routes()]
+    """Routes for the page, its files, the sample pictures and what to ask about these."""
+    pictures = [
+        Route(f"/page/{sample.file.name}", _sender(sample.file), methods=["GET"])
+        for sample in samples()
+    ]
+    return [Route("/page/samples.json", _send_samples, methods=["GET"]), *pictures, *_file_routes()]
+
+
+async def _send_samples(request: Request) -> Response:
+    """The page's form has no place for the point that a question is about: such questions are left out."""
+
+    def listed(ask: Ask) -> dict[str, str]:
+        return {"skill": ask.skill, "text": ask.text}
+
+    found = [
+        {"name": s.name, "file": s.file.name, "asks": [listed(ask) for ask in s.asks if not ask.at]}
+        for s in samples()
+    ]
+    return JSONResponse(found, headers=_HEADERS)
 
 
 def _file_routes() -> list[Route]:

@@ -99,7 +99,8 @@ def test_a_wheel_holds_its_packages_and_their_data_only(builds):
         assert data in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     client = zipfile.ZipFile(wheel_of(builds, "kestrel_client")).namelist()
-    assert {"kestrel_client/py.typed", "kestrel_client/commands/demo.jpg"} <= set(client)
+    data = {"py.typed", "commands/demo.jpg", "commands/samples.json", "commands/pictures/icons.png"}
+    assert {f"kestrel_client/{name}" for name in data} <= set(client)
     assert {name.partition("/")[0] for name in client} == {
         "kestrel_client", f"kestrel_client-{VERSION}.dist-info"
     }  # fmt: skip

@@ -24,6 +24,13 @@ async def test_the_page_loads_nothing_from_elsewhere_and_has_no_inline_script(ht
     for path in re.findall(r'(?:src|href)="([^"]+)"', page.text):
         assert (await client.get(f"/{path}")).status_code == 200, path
     assert (await client.get("/page/../app.py")).status_code == 404
+    for sample in (await client.get("/page/samples.json")).json():
+        assert (
+            (await client.get(f"/page/{sample['file']}"))
+            .headers["content-type"]
+            .startswith("image/")
+        )
+        assert sample["asks"] and all(ask["skill"] and ask["text"] for ask in sample["asks"])
 
 
 def test_every_element_that_the_script_names_is_in_the_page():
@@ -52,10 +59,16 @@ def test_every_skill_in_a_browser(endpoint: str, scheme: str, width: int, tmp_pa
         page.click("#run")
         assert page.inner_text("#error") == "Write the question first."
         assert "It knows coloured shapes only" in page.inner_text("#model")
-        page.click("#sample")
+        page.click("[data-sample=screen]")
         page.wait_for_selector("#frame:not([hidden])")
+        page.click("text=point: Billing menu item")
+        assert page.get_attribute("#tab-point", "aria-selected") == "true"
+        assert page.input_value("#text") == "Billing menu item"
+        page.click("[data-sample=shapes]")
+        page.wait_for_selector("text=How many green crescents")
         assert page.input_value("#text") == "How many green crescents are there?"
         page.click("#clear")
+        assert page.inner_text("#asks") == ""
         page.set_input_files("#file", str(IMAGE))
 
         def run(skill: str, text: str, until: str) -> None:

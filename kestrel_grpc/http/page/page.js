@@ -12,8 +12,10 @@ const PLACEHOLDERS = {
   segment: "the red car",
 };
 
-const KNOWS = { "kestrel-tiny": "It knows coloured shapes only, such as those of the sample picture." };
-const SAMPLE_QUESTION = "How many green crescents are there?";
+const KNOWS = {
+  "kestrel-tiny": "It knows coloured shapes only, such as those of the last sample.",
+  "kestrel-small": "It reads receipts, charts and screens, names icons and counts. It does not know photographs of people or places.",
+};
 
 const state = { skill: "query", image: null, turns: [], running: null, code: "curl", camera: null };
 
@@ -49,6 +51,7 @@ async function useFile(file) {
 }
 
 function useImage(url) {
+  $("asks").replaceChildren();
   state.image = url;
   state.turns = [];
   $("image").src = url;
@@ -60,15 +63,43 @@ function useImage(url) {
   showCode();
 }
 
-async function useSample() {
-  const response = await fetch("page/sample.jpg");
-  if (!response.ok) return showError("The server has no sample picture.");
+async function showSamples() {
+  const response = await fetch("page/samples.json");
+  for (const sample of response.ok ? await response.json() : []) {
+    const button = document.createElement("button");
+    const picture = document.createElement("img");
+    button.type = "button";
+    button.dataset.sample = sample.name;
+    picture.src = `page/${sample.file}`;
+    picture.alt = `Sample: ${sample.name}`;
+    button.append(picture);
+    button.addEventListener("click", () => useSample(sample));
+    $("samples").append(button);
+  }
+}
+
+async function useSample(sample) {
+  const response = await fetch(`page/${sample.file}`);
+  if (!response.ok) return showError("The server has no such picture.");
   await useFile(await response.blob());
-  if (state.skill === "query" && !$("text").value) $("text").value = SAMPLE_QUESTION;
+  $("asks").replaceChildren(...sample.asks.map((ask) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = ask.skill === "query" ? ask.text : `${ask.skill}: ${ask.text}`;
+    button.addEventListener("click", () => fill(ask));
+    return button;
+  }));
+  fill(sample.asks[0]);
+}
+
+function fill(ask) {
+  choose(ask.skill);
+  $("text").value = ask.text;
   showCode();
 }
 
 function removeImage() {
+  $("asks").replaceChildren();
   state.image = null;
   state.turns = [];
   $("image").removeAttribute("src");
@@ -457,6 +488,7 @@ function callOf(request, image, moondream) {
 addEventListener("DOMContentLoaded", () => {
   $("key").value = sessionStorage.getItem("key") || "";
   showModel();
+  showSamples();
   choose("query");
   $("key").addEventListener("change", () => {
     sessionStorage.setItem("key", $("key").value);
@@ -496,7 +528,6 @@ addEventListener("DOMContentLoaded", () => {
   $("copy").addEventListener("click", () => navigator.clipboard.writeText($("source").textContent));
   $("choose").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", () => useFile($("file").files[0]));
-  $("sample").addEventListener("click", useSample);
   $("camera").addEventListener("click", startCamera);
   $("shoot").addEventListener("click", shoot);
   $("clear").addEventListener("click", removeImage);

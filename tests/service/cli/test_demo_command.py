@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from kestrel_client.commands import own_server
+from kestrel_client.commands.samples import samples
 from tests.forking.process import ForkedProcess
 from tests.service.cli.serve_process import READY
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here
@@ -101,9 +102,9 @@ def demo_servers(monkeypatch):
 
 def assert_complete(demo, folder):
     assert demo.returncode == 0, demo.stderr
-    for skill in ("query", "caption", "point", "detect", "segment"):
-        assert f"\n{skill}: " in demo.stdout, demo.stderr
-    assert (folder / "detect.png").exists()
+    for skill in ("query", "point", "detect", "segment"):
+        assert f"\n  {skill} " in demo.stdout, demo.stderr
+    assert {path.stem for path in folder.iterdir()} == {"demo", *(s.name for s in samples())}
 
 
 @pytest.mark.slow
