@@ -29,11 +29,11 @@ $(SERVING) $(INSTALLED): pyproject.toml clients/python/pyproject.toml constraint
 
 install: $(INSTALLED) ## Make .venv with everything in it
 
-demo: $(SERVING) ## Serve the bundled model on the CPU, call its skills, paint the answers into out/
+demo: $(SERVING) ## Serve the bundled model on the CPU, ask it about some pictures, paint the answers into out/
 	$(BIN)/kestrel-grpc demo --output out
 
 serve: $(SERVING) ## Serve the bundled model on 127.0.0.1:50051
-	$(BIN)/kestrel-grpc serve
+	$(BIN)/kestrel-grpc serve --model kestrel-small
 
 # How many processes share the tests: make test WORKERS=8. With 0, one process runs them, and a debugger works. There are
 # two more than cores, as some tests wait. Each process collects all tests, which takes 6 s of processor time.

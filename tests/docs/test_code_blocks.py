@@ -35,6 +35,7 @@ EXCEPTIONS = {
     "startupProbe:": "Kubernetes",
     "# name   scopes": "a token file",
     "method=kestrel.v1": "a line of the access log",
+    "query    What is": "what make demo prints, compared by tests/training/test_samples.py",
     "kestrel.v1.VisionService/Query     SERVER": "a tree of spans",
     "make ": "targets, see test_make_targets_exist",
     "python -m ": "modules, see test_modules_exist",
@@ -113,12 +114,12 @@ def test_no_block_is_forgotten():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """picture.jpg, and what a checkout after `make` has that the README's commands name."""
+    """The pages' images, and what a checkout after `make` has that the README's commands name."""
     folder = tmp_path_factory.mktemp("checkout")
-    picture = folder / "clients/python/kestrel_client/commands/demo.jpg"
-    picture.parent.mkdir(parents=True)
-    shutil.copy(ROOT / "clients/python/kestrel_client/commands/demo.jpg", picture)
-    shutil.copy(picture, folder / "picture.jpg")
+    commands = "clients/python/kestrel_client/commands"
+    shutil.copytree(ROOT / commands / "pictures", folder / commands / "pictures")
+    shutil.copytree(ROOT / commands / "pictures", folder, dirs_exist_ok=True)
+    shutil.copy(ROOT / commands / "demo.jpg", folder / "picture.jpg")
     shutil.copy(ROOT / "kestrel_engine/bundled/kestrel_tiny/sample.jpg", folder / "other.jpg")
     (folder / ".venv/bin").mkdir(parents=True)
     for name, module in (

@@ -54,7 +54,9 @@ async def test_the_lines_run_as_written(serve, tmp_path, block):
     served = await serve(
         server_config={"http": HttpConfig(http_listen=("127.0.0.1:0",)), "batches": batches}
     )
-    shutil.copy(ROOT / "clients/python/kestrel_client/commands/demo.jpg", tmp_path / "picture.jpg")
+    commands = ROOT / "clients/python/kestrel_client/commands"
+    shutil.copytree(commands / "pictures", tmp_path, dirs_exist_ok=True)
+    shutil.copy(commands / "demo.jpg", tmp_path / "picture.jpg")
     shutil.copy(ROOT / "kestrel_grpc/services/kestrel.v1.binpb", tmp_path)
     stored = await served.images.PutImage(image_service_pb2.PutImageRequest(image=raw_image()))
     script = block.text.replace("127.0.0.1:50051", served.server.addresses[0])
