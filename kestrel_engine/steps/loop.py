@@ -50,8 +50,10 @@ RULE_PATIENCE_S = 0.004
 """Seconds in which the loop waits for rules that other threads are about to have, so that their rows join a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Out:
+    """A step that is out. Never changed; not frozen, because that would double its cost."""
+
     plan: StepPlan
     handle: StepHandle | None
     launched_at: float

@@ -99,9 +99,9 @@ class Turns:
         """The rank of the favoured, if others run beside them."""
         if len(self._shares.members) <= 1:
             # Counted, not looked up in each sequence: this runs before every step.
-            account = next((sequence.account for sequence in running), None)
-            both = account is not None and 0 < account.num_urgent < account.held
-            return _URGENT if both else None
+            for account in self._shares.members.values():
+                return _URGENT if 0 < account.num_urgent < account.held else None
+            return None
         ranks = {self._rank(sequence) for sequence in running}
         return min(ranks) if len(ranks) > 1 else None
 
