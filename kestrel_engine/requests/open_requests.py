@@ -156,17 +156,18 @@ class OpenRequests:
             end = dataclasses.replace(end, outcome=dataclasses.replace(end.outcome, output=output))
         had_failed = request.error is not None
         request.ends[sequence_id] = end
+        error = request.error
         if len(request.ends) < len(request.submissions):
-            if request.error is not None and not had_failed:
+            if error is not None and not had_failed:
                 request.abort()
             return
-        if request.error is None and request.merging is not None:
+        if error is None and request.merging is not None:
             task = asyncio.get_running_loop().create_task(self._merge(request, request.merging))
             self._merging.add(task)
             task.add_done_callback(self._merging.discard)
         else:
             timings = together([each.timings for _, each in request.ended])
-            self._conclude(request, request.error or end.outcome, timings)
+            self._conclude(request, error or end.outcome, timings)
 
     async def _merge(self, request: OpenRequest, merging: Merging) -> None:
         """Ends a request, all of whose looks have ended well."""
@@ -191,17 +192,17 @@ class OpenRequests:
     ) -> None:
         self._streams.discard(request.stream)
         finished = outcome if isinstance(outcome, RequestOutcome) else None
+        ended = request.ended
         # An image that is read in place of tokens counts what it takes in a prompt.
-        images = sum(len(each.images) for each, _ in request.ended if each.reads is not None)
+        images = sum(len(each.images) for each, _ in ended if each.reads is not None)
         read = images * self._image_positions
         metrics = metrics_of(
             request.timings,
             timings,
-            input_tokens=read + sum(num_positions(each.prompt) for each, _ in request.ended),
-            image_tokens=read + sum(image_positions(each.prompt) for each, _ in request.ended),
+            input_tokens=read + sum(num_positions(each.prompt) for each, _ in ended),
+            image_tokens=read + sum(image_positions(each.prompt) for each, _ in ended),
             cached_image_tokens=sum(
-                image_positions(each.prompt, end.timings.cached_tokens)
-                for each, end in request.ended
+                image_positions(each.prompt, end.timings.cached_tokens) for each, end in ended
             ),
             output_tokens=0 if finished is None else len(finished.token_ids),
             reasoning_tokens=0 if finished is None else finished.reasoning_tokens,

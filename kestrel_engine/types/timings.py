@@ -40,7 +40,9 @@ class StepTimings:
 
 
 def together(every: Sequence[StepTimings]) -> StepTimings:
-    """Those of a request with several sequences."""
+    """Those of a request with one sequence or several."""
+    if len(every) == 1:
+        return every[0]
     first_tokens = [t.first_token_at for t in every if t.first_token_at is not None]
     last_tokens = [t.last_token_at for t in every if t.last_token_at is not None]
     scheduled = [t.scheduled_at for t in every if t.scheduled_at is not None]
