@@ -10,6 +10,7 @@ from typing import Any
 
 from kestrel_client.commands.files import file_errors
 from kestrel_client.commands.flag_table import add_flags
+from kestrel_client.commands.terminal import counted
 from kestrel_client.commands.values import whole
 from kestrel_engine import maintenance
 
@@ -77,7 +78,7 @@ def _print(report: Any, *, as_json: bool) -> None:
         }
         print(json.dumps(shown))
         return
-    print(f"{report.model}: {report.num_images} images")
+    print(f"{report.model}: {counted(report.num_images, 'image')}")
     print(f"{'':10}{'results':>9}{'correct':>9}{'error raw':>11}{'calibrated':>12}")
     for name, fitted in report.curves.items():
         print(

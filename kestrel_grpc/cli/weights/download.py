@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 
+from kestrel_client.commands.terminal import counted
 from kestrel_engine import maintenance
 
 from ...process.startup_progress import LoadingProgress
@@ -45,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
         done = maintenance.download(config, args.to, progress=progress)
     for file in done.files:
         print(file)
-    print(f"{done.name}: {len(done.files)} files, {done.size_bytes / 1e6:,.1f} MB")
+    print(f"{done.name}: {counted(len(done.files), 'file')}, {done.size_bytes / 1e6:,.1f} MB")
     return 0

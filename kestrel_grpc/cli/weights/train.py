@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_client.commands.flag_table import add_flags
+from kestrel_client.commands.terminal import counted
 from kestrel_engine import teaching
 
 from ...process.startup_progress import LoadingProgress
@@ -115,11 +116,11 @@ def _print(report: Any) -> None:
     fitted = report.fitted
     memory = f", {fitted.peak_bytes / 2**30:.2f} GiB of GPU memory" if fitted.peak_bytes else ""
     print(
-        f"{report.adapter}: {fitted.steps} steps in {fitted.seconds:.0f} s ({fitted.seconds_a_step:.3f} s a "
+        f"{report.adapter}: {counted(fitted.steps, 'step')} in {fitted.seconds:.0f} s ({fitted.seconds_a_step:.3f} s a "
         f"step{memory}), ended by {fitted.ended}; loss {fitted.first_loss:.3f} -> {fitted.best_loss:.3f}"
     )
-    which = f"{report.held_out} held-out" if report.held_out else f"{report.images} training"
-    print(f"right on {which} images:")
+    kind = "held-out image" if report.held_out else "training image"
+    print(f"right on {counted(report.held_out or report.images, kind)}:")
     print(
         f"{'':10}{'examples':>10}{'before':>9}{'after':>9}   objects: labelled, found before, after"
     )

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from kestrel_grpc import __version__
+from kestrel_grpc.cli.program import main
 from tests.forking.process import run_forked
 from tests.service.cli.serve_process import READY, Process
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
@@ -407,6 +408,18 @@ def test_a_full_disk_is_told_in_one_line():
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "kestrel-grpc token: error: cannot write: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["query", "--help"], ["completion", "bash"]])
+@pytest.mark.parametrize("why", ["Bad file descriptor", "No space left on device"])
+def test_output_that_cannot_be_written_is_a_failure(words, why, monkeypatch, capsys):
+    """Standard output is closed, or its text fails at the end, when the buffer is written."""
+    monkeypatch.setattr(sys, "stdout", None if "descriptor" in why else open("/dev/full", "w"))
+    try:
+        assert main(words) == 1
+    finally:
+        sys.stdout.close()
+    assert capsys.readouterr().err.endswith(f"error: cannot write: {why}\n")
 
 
 def test_help_and_version():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import errno
 import importlib
 import io
@@ -35,6 +36,7 @@ _DEFAULT = re.compile(r"(.*?)(?: \[([^\[\]]*)\])?")
 EXIT_FAILED = 1
 _ESCAPE = "kestrel-escape"
 EXIT_INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CommandError(Exception):
@@ -82,6 +84,13 @@ class CommandParser(Parser):
             hint = f"; choose from {', '.join(choices)}{suggestion(wrong[2], choices)}"
             message = f"argument {wrong[1]}: invalid choice: {wrong[2]!r}{hint}"
         super().error(message)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse, which ignores that standard output cannot be written."""
+        if message and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
 
     def short_help(self) -> str:
         """The help of ``-h``."""
@@ -249,13 +258,16 @@ class Program:
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs one command. Returns the exit status."""
-        _open_closed_streams()
+        had_output = _open_closed_streams()
         _write_all_characters()
         arguments = [_text(word) for word in (sys.argv[1:] if argv is None else argv)]
         # The command is found before parsing, so that only its module is imported.
         chosen = next((word for word in arguments if not word.startswith("-")), None)
         try:
-            return self._run(chosen, arguments)
+            try:
+                return self._run(chosen, arguments)
+            finally:
+                sys.stdout.flush()  # What fails here fails at the exit otherwise, with another status.
         except SettingsError as error:
             return self._fail(chosen, str(error), EXIT_USAGE)
         except CommandError as error:
@@ -263,15 +275,16 @@ class Program:
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         except BrokenPipeError:
-            # The reader of the output has closed the pipe. Without this, the interpreter would report that when it
-            # exits.
+            # The reader of the output has closed the pipe.
+            _drop_output()
             sys.stderr.close()
             return EXIT_FAILED
         except OSError as error:
             if error.errno == errno.ENOENT and (problem := temporary_folder_problem()):
                 return self._fail(chosen, problem, EXIT_FAILED)
-            if error.errno != errno.ENOSPC:
+            if error.errno not in (*_FULL, *(() if had_output else (errno.EBADF,))):
                 raise
+            _drop_output()
             return self._fail(chosen, f"cannot write: {error.strerror}", EXIT_FAILED)
 
     def _run(self, chosen: str | None, arguments: list[str]) -> int:
@@ -286,16 +299,30 @@ class Program:
 
     def _fail(self, command: str | None, message: str, status: int) -> int:
         label = styled("error", "red", sys.stderr)
-        print(f"{self.name} {command}: {label}: {message}", file=sys.stderr)
+        name = self.name if command is None else f"{self.name} {command}"
+        print(f"{name}: {label}: {message}", file=sys.stderr)
         return status
 
 
-def _open_closed_streams() -> None:
+def _open_closed_streams() -> bool:
     """Opens standard streams that are closed (``2>&-``) on os.devnull. Otherwise the first sockets would get their
-    numbers."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+    numbers. Returns whether there is a standard output; if not, each write to it fails."""
+    had_output = sys.stdout is not None
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
+    if not had_output:
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+    return had_output
+
+
+def _drop_output() -> None:
+    """Leads standard output elsewhere. The interpreter writes at its exit what the stream still holds."""
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def _write_all_characters() -> None:

@@ -1,4 +1,4 @@
-"""Styles text for terminals, unless NO_COLOR is set."""
+"""Text for terminals: styles, unless NO_COLOR is set, and numbers of things."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ _CODES: dict[Style, int] = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow
 def styled(text: str, style: Style, stream: IO[Any]) -> str:
     """``text`` in a style if ``stream`` shows colours, otherwise unchanged (https://no-color.org)."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if _shows_colours(stream) else text
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _shows_colours(stream: IO[Any]) -> bool:

@@ -18,6 +18,7 @@ from ..parser import EXIT_FAILED
 from ..requests.analyze import add_task_flags, task_of
 from ..requests.flags import add_request_flags, request_options
 from ..requests.inputs import IMAGE_HELP
+from ..terminal import counted
 from .exports import Export, parse_export
 from .journal import Journal
 from .on_server import check_on_server, run_on_server
@@ -155,11 +156,14 @@ def _print(
     rate = summary.rows / summary.seconds if summary.seconds else 0.0
     most = summary.most_in_flight
     print(
-        f"{summary.rows} images in {summary.seconds:.1f} s ({rate:.2f}/s), {before} were done before, "
-        f"{summary.output_tokens} tokens{f', at most {most} in flight' if most else ''}; results in {args.output}"
+        f"{counted(summary.rows, 'image')} in {summary.seconds:.1f} s ({rate:.2f}/s), {before} were done before, "
+        f"{counted(summary.output_tokens, 'token')}{f', at most {most} in flight' if most else ''}; "
+        f"results in {args.output}"
     )
     if summary.refused:
-        print(f"{summary.refused} requests were asked again, because the server was busy or away")
+        print(
+            f"{counted(summary.refused, 'request')} asked again, because the server was busy or away"
+        )
     for code, count in summary.errors.most_common():
         print(f"{count} failed: {code}")
     if journal.failed:

@@ -14,6 +14,7 @@ from kestrel_client import KestrelAdmin
 from ..connection import add_server_flags, connected_admin
 from ..flag_table import add_flags
 from ..parser import CommandError
+from ..terminal import counted
 from ..values import seconds, whole
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -120,11 +121,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drain(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
-    return [f"draining: {admin.drain()} requests are running or waiting"]
+    left = admin.drain()
+    return [
+        f"draining: {counted(left, 'request')} {'is' if left == 1 else 'are'} running or waiting"
+    ]
 
 
 def _cancel(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
-    return [f"{admin.cancel(args.request_id)} requests cancelled"]
+    return [f"{counted(admin.cancel(args.request_id), 'request')} cancelled"]
 
 
 def _flush(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
@@ -161,12 +165,14 @@ def _profile(admin: KestrelAdmin, args: argparse.Namespace) -> list[str]:
         )
         if args.only == "start":
             return [f"profile {file} has begun"]
-        print(f"recording {file}, for {args.seconds:g} s or {args.steps} steps", flush=True)
+        print(
+            f"recording {file}, for {args.seconds:g} s or {counted(args.steps, 'step')}", flush=True
+        )
         with suppress(KeyboardInterrupt):
             time.sleep(args.seconds)
     done = admin.stop_profile()
     return [
-        f"profile {done.file}: {done.size_bytes} bytes, {done.steps} steps in {done.duration_ms / 1e3:.2f} s"
+        f"profile {done.file}: {done.size_bytes} bytes, {counted(done.steps, 'step')} in {done.duration_ms / 1e3:.2f} s"
     ]
 
 

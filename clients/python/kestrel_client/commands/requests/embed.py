@@ -12,6 +12,7 @@ from ..connection import add_connection_flags, ask_each
 from ..files import file_errors
 from ..flag_table import add_flags
 from ..flags import SettingsError
+from ..terminal import counted
 from .features import SUFFIX, write_features
 from .flags import add_request_flags, request_options
 from .inputs import IMAGE_HELP, Input, open_inputs
@@ -94,4 +95,4 @@ def _save(path: Path, found: dict[str, EmbedResult]) -> None:
         arrays["boxes"] = np.array(boxes, np.float32)
     with file_errors("write", path), path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    print(f"wrote {len(results)} images to {path}", file=sys.stderr)
+    print(f"wrote {counted(len(results), 'image')} to {path}", file=sys.stderr)
