@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.runtime import RuntimeConfig
+from ..control_groups import CGROUPS, PROC, group_folders
 
 if TYPE_CHECKING:
     from ..checkpoint.open import OpenedModel
@@ -84,28 +85,10 @@ def _precision(opened: OpenedModel) -> str:
     return "int8" if needed > min(MEMORY_SHARE * total, available) else wide
 
 
-def quota(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def quota(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Returns the processors whose time the control groups (version 1 or 2) allow, rounded up; None without a limit."""
-    try:
-        # A group's name may have any bytes.
-        lines = (proc / "self/cgroup").read_text("utf-8", "surrogateescape").splitlines()
-    except OSError:
-        return None
-    found = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if not group or (controllers and "cpu" not in controllers.split(",")):
-            continue
-        base = cgroups / "cpu" if controllers else cgroups
-        own = base / group.lstrip("/")
-        for folder in (own, *own.parents):
-            # In a container, the path may be the host's, which is not mounted.
-            if (limit := _processors(folder)) is not None:
-                found.append(limit)
-            if folder == base:
-                break
-    return min(found, default=None)
+    found = [_processors(folder) for folder in group_folders("cpu", proc=proc, cgroups=cgroups)]
+    return min((limit for limit in found if limit is not None), default=None)
 
 
 def _processors(group: Path) -> int | None:

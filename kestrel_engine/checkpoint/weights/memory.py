@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...control_groups import CGROUPS, PROC, group_folders
 from ...errors import InsufficientMemoryError
 from ..progress import gib
 
@@ -66,9 +67,7 @@ def device_available(device: torch.device) -> int | None:
     return host_available()
 
 
-def host_available(
-    *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> int | None:
+def host_available(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Returns the bytes that this process can still use on the host, within the limits of its control groups. File
     cache counts as available. On systems other than Linux, the result is the size of the free pages, or of all pages if
     the system does not report free ones."""
@@ -76,7 +75,7 @@ def host_available(
     return _least(proc, cgroups, "MemAvailable:", names, whole=False)
 
 
-def host_total(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def host_total(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Returns the bytes that this process can use on the host if no other process uses any."""
     return _least(proc, cgroups, "MemTotal:", ("SC_PHYS_PAGES",), whole=True)
 
@@ -86,7 +85,11 @@ def _least(
 ) -> int | None:
     limits = [
         _meminfo(proc / "meminfo", key),
-        *_cgroup_limits(proc / "self/cgroup", cgroups, whole),
+        *(
+            _bytes_of(folder, *names, whole)
+            for folder in group_folders("memory", proc=proc, cgroups=cgroups)
+            for names in _FILES
+        ),
     ]
     known = [limit for limit in limits if limit is not None]
     if known:
@@ -107,31 +110,11 @@ def _meminfo(file: Path, key: str) -> int | None:
     return None
 
 
-def _cgroup_limits(membership: Path, root: Path, whole: bool) -> list[int | None]:
-    """Returns the bytes left, or the ``whole`` limit, of each control group (version 1 or 2) up to the root."""
-    try:
-        lines = membership.read_text("utf-8").splitlines()
-    except OSError:
-        return []
-    out: list[int | None] = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, names = (
-                root / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
-            continue
-        folder = base / group.lstrip("/")
-        # In a container, the path may be the host's, which isn't mounted. Then the root is the process's own group.
-        for candidate in (folder, *folder.parents):
-            out.append(_bytes_of(candidate, *names, whole))
-            if candidate == base:
-                break
-    return out
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of version 2, and of version 1."""
 
 
 def _bytes_of(

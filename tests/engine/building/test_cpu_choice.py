@@ -94,6 +94,28 @@ def test_a_quota_of_version_1_limits_them_too(tmp_path, own, above, found):
 
 
 @pytest.mark.parametrize(
+    ("folder", "mounts"),
+    [
+        ("cpu,cpuacct/docker/a b", ""),
+        ("cpu,cpuacct", ""),
+        # A container's group, and one inside it: the mounted folder is that of the container.
+        ("elsewhere", "9 8 0:3 /docker {0}/elsewhere ro shared:1 - cgroup cgroup rw,cpuacct,cpu"),
+        ("x/a b", "9 8 0:3 /docker {0}/x ro - cgroup cgroup rw,cpuacct,cpu"),
+        ("x y/a b", "9 8 0:3 /docker {0}/x\\040y ro - cgroup c rw,cpu\nbroken - \n1 - cgroup"),
+    ],
+)
+def test_where_version_1_is_mounted(tmp_path, folder, mounts):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("3:cpu,cpuacct:/docker/a b\n")
+    (tmp_path / "self/mountinfo").write_text(mounts.format(tmp_path))
+    group = (tmp_path if mounts else tmp_path / "cgroups") / folder
+    group.mkdir(parents=True)
+    (group / "cpu.cfs_quota_us").write_text("200000")
+    (group / "cpu.cfs_period_us").write_text("100000")
+    assert quota(proc=tmp_path, cgroups=tmp_path / "cgroups") == 2
+
+
+@pytest.mark.parametrize(
     ("files", "found"),
     [
         ({"cpu.max": ""}, 3),
