@@ -26,11 +26,14 @@ def read_calibration(choice: str | Path, weights: Sequence[Path], fingerprint: s
         path = weights[0].parent / FILE_NAME
         if not path.is_file():
             return UNCALIBRATED
+    return from_text(_calibration_text(path), str(path), fingerprint)
+
+
+def _calibration_text(path: Path) -> str:
     try:
-        text = read_small_file(path, 16 * MIB).decode()
+        return read_small_file(path, 16 * MIB).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("calibration", str(path), f"cannot be read: {error}") from None
-    return from_text(text, str(path), fingerprint)
 
 
 def adapter_origins(config: RuntimeConfig) -> Origins | None:
@@ -54,9 +57,11 @@ def kernel_cache_folder(config: RuntimeConfig) -> Path | None:
 
 
 def check_folders(config: RuntimeConfig) -> None:
-    """Checks that the folders exist. Raises ConfigError."""
+    """Checks that the folders exist, and that the calibration can be read. Raises ConfigError."""
     for field in ("adapters_dir", "kernel_cache_dir"):
         _folder(config, field)
+    if config.calibration not in ("auto", "off"):
+        _calibration_text(Path(os.path.expanduser(config.calibration)))
 
 
 def _folder(config: RuntimeConfig, field: str) -> Path | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .diagnosis import check_slow_device, diagnose
     from .model_cache import downloaded, remove
     from .model_download import download
-    from .model_names import check_names, served_name
+    from .model_names import check_choices, check_names, served_name
     from .model_verification import verify
     from .scores.calibration import calibrate
     from .scores.labelled_images import read_labelled_images
@@ -30,7 +30,7 @@ else:
             ".model_cache": ("downloaded", "remove"),
             ".model_download": ("download",),
             "..checkpoint.catalog": ("is_name",),
-            ".model_names": ("check_names", "served_name"),
+            ".model_names": ("check_choices", "check_names", "served_name"),
             ".model_verification": ("verify",),
             ".scores.calibration": ("calibrate",),
         },
@@ -40,6 +40,7 @@ __all__ = [
     "Finding",
     "accept",
     "calibrate",
+    "check_choices",
     "check_names",
     "check_slow_device",
     "compile_kernels",

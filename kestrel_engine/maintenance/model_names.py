@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ..building.device import check_device
+from ..building.device import (
+    check_device,
+    check_fp8_gemms,
+    device_of,
+    dtype_of,
+    keeps_fp8,
+    narrow_of,
+    uses_kernels,
+)
 from ..building.files import check_folders
 from ..checkpoint.catalog import architecture, random_name, resolve
 from ..config.runtime import RuntimeConfig
@@ -14,6 +22,17 @@ def check_names(config: RuntimeConfig) -> None:
     check_folders(config)
     if config.device.startswith("cuda"):
         check_device(config)
+
+
+def check_choices(config: RuntimeConfig) -> None:
+    """Checks that the folders exist, and that the device can compute with the chosen precision and kernels. Raises
+    ConfigError."""
+    check_folders(config)
+    device = device_of(config)
+    kernels = uses_kernels(config, device)
+    check_fp8_gemms(config, device, dtype_of(config), kernels)
+    narrow_of(config, device, kernels)
+    keeps_fp8(config, device, kernels)
 
 
 def served_name(config: RuntimeConfig) -> str:

@@ -90,4 +90,19 @@ def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[main
             if finding not in reported:  # A finding that all devices share is reported once.
                 reported.append(finding)
                 yield finding
+        yield from _choices(runtime, args)
     yield from check_server(settled.server, known_settings(), os.environ)
+
+
+def _choices(runtime: RuntimeConfig, args: argparse.Namespace) -> Iterator[maintenance.Finding]:
+    """Checks the folders, the precision and the kernels that the settings choose."""
+    from kestrel_engine import ConfigError, maintenance
+
+    from ...settings.model import config_error
+
+    try:
+        maintenance.check_choices(runtime)
+    except ConfigError as error:
+        if error.field != "device":  # diagnose reports that.
+            problem = str(config_error(error, args))
+            yield maintenance.Finding("choices", "fail", problem, "docs/run/settings.md")

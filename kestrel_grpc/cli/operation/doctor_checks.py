@@ -16,6 +16,7 @@ from kestrel_engine import ConfigError, RuntimeConfig, maintenance
 
 from ... import __version__
 from ...images.shared.trial import TrialError, try_store
+from ...monitoring.audit import AuditLog
 from ...process.skill_plugins import skill_registry
 from ...security.files import exposures
 from ...security.identity.callers import Callers
@@ -51,6 +52,8 @@ def check_server(
     yield check_skills(config.skills)
     yield check_telemetry(config)
     yield check_shared_images(config.shared_images)
+    if config.audit_log is not None:
+        yield check_audit_log(config.audit_log)
     yield check_variables(settings, environ)
 
 
@@ -115,6 +118,7 @@ def check_addresses(config: ServerConfig) -> Iterator[Finding]:
         yield Finding("exposure", "fail", str(error), "docs/run/security.md describes the risks")
     wanted = [(address, "--listen") for address in config.listen]
     wanted += [(address, "--worker-listen") for address in own]
+    wanted += [(address, "--http-listen") for address in config.http.http_listen]
     if config.telemetry.prometheus is not None:
         scraped = config.telemetry.prometheus
         wanted += [(address_of(scraped, index), "--metrics-listen") for index in workers]
@@ -199,6 +203,15 @@ def check_shared_images(config: SharedImagesConfig) -> Finding:
     return Finding(
         "shared images", "ok", f"{config.url}: written and read in {took_ms:.0f} ms, {sealed}"
     )
+
+
+def check_audit_log(path: str) -> Finding:
+    """Opens the file, as serve does."""
+    try:
+        AuditLog(path)
+    except ConfigError as error:
+        return Finding("audit log", "fail", f"--audit-log={path}: {error.limit}")
+    return Finding("audit log", "ok", f"{path} can be written")
 
 
 def check_variables(settings: Sequence[FlagSetting], environ: Mapping[str, str]) -> Finding:

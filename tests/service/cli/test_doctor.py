@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from kestrel_engine import RuntimeConfig
 from kestrel_grpc.cli.operation import doctor_checks as doctor
 from kestrel_grpc.settings.configuration import known_settings
+from kestrel_grpc.settings.http import HttpConfig
 from kestrel_grpc.settings.security import SecurityConfig, TlsFiles
 from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
@@ -52,13 +53,33 @@ def test_addresses_in_use_and_exposed():
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = f"127.0.0.1:{other.getsockname()[1]}"
-        config = ServerConfig(listen=(taken,), telemetry=TelemetryConfig(prometheus=taken))
-        listen, metrics = doctor.check_addresses(config)
-        assert (listen.status, metrics.status) == ("fail", "fail")
+        config = ServerConfig(
+            listen=(taken,),
+            http=HttpConfig(http_listen=(taken,)),
+            telemetry=TelemetryConfig(prometheus=taken),
+        )
+        listen, http, metrics = doctor.check_addresses(config)
+        assert (listen.status, http.status, metrics.status) == ("fail", "fail", "fail")
         assert "--listen" in listen.remedy and "address already in use" in listen.message
     assert one(doctor.check_addresses(ServerConfig(listen=(taken,)))).status == "ok"
     exposure, _ = doctor.check_addresses(ServerConfig(listen=("0.0.0.0:0",)))
     assert (exposure.check, exposure.status) == ("exposure", "fail")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        ("--precision", "fp8"),
+        ("--attention", "triton"),
+        ("--adapters-dir", "/nonexistent"),
+        ("--calibration", "/nonexistent"),
+        ("--audit-log", "/nonexistent/file"),
+    ],
+)
+def test_what_serve_would_refuse_fails(flag):
+    done = here("doctor", "--device", "cpu", "--json", *flag)
+    failed = [f["message"] for f in json.loads(done.stdout) if f["status"] == "fail"]
+    assert done.returncode == 1 and [each.partition(":")[0] for each in failed] == ["=".join(flag)]
 
 
 def test_what_several_workers_need():
