@@ -8,6 +8,7 @@ long, and a call of a server whose metrics nobody reads would cost 5 % more.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +31,8 @@ from .names import METRICS
 from .open_files import file_limit, open_files
 from .readers import DenseHistogram, attributes_of
 from .usage import usage_of
+
+logger = logging.getLogger(__name__)
 
 Read = Callable[[], Iterable[Observation]]
 _Labels = tuple[Any, ...]
@@ -254,10 +257,8 @@ class ServiceMetrics:
 
     def _count_ended(self) -> None:
         with self._counting:
-            for labels, calls in _taken(self._calls).items():
-                self._count_calls(labels, calls)
-            for labels, requests in _taken(self._finished).items():
-                self._count_requests(labels, requests)
+            _count_groups(self._calls, self._count_calls)
+            _count_groups(self._finished, self._count_requests)
 
     def _adapter_label(self, adapter: str) -> str:
         if adapter and adapter not in self._adapters and len(self._adapters) < MOST_ADAPTERS:
@@ -318,6 +319,16 @@ def _taken(waiting: deque[tuple[_Labels, _Ended]]) -> dict[_Labels, list[_Ended]
         labels, ended = waiting.popleft()
         groups[labels].append(ended)
     return groups
+
+
+def _count_groups(
+    waiting: deque[tuple[_Labels, _Ended]], count: Callable[[_Labels, Sequence[_Ended]], None]
+) -> None:
+    for labels, ended in _taken(waiting).items():
+        try:
+            count(labels, ended)
+        except Exception:  # The other groups count all the same, and no call ends by it.
+            logger.exception("metrics of %d that ended are lost: %s", len(ended), labels)
 
 
 def _exceeded(guard: Guard) -> list[Observation]:

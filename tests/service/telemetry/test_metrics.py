@@ -225,6 +225,23 @@ def test_groups_are_counted_as_one_by_one():
     assert point.sum == pytest.approx(0.15 + 0.2 + 0.15 + 0.2 + 28)
 
 
+def test_a_fault_in_one_group_loses_no_other(monkeypatch, caplog):
+    metrics = ServiceMetrics(MeterProvider().get_meter("test"), lambda: 0, lambda: True)
+    count = metrics._count_calls
+
+    def failing(labels, ended):
+        if labels[0] == "/a":
+            raise KeyError("fault")
+        count(labels, ended)
+
+    monkeypatch.setattr(metrics, "_count_calls", failing)
+    for method in ("/a", "/b", "/c"):
+        metrics.on_call(Call(method, "", None))
+    metrics._count_ended()
+    assert sum(metrics._principal_calls.values()) == 2
+    assert "metrics of 1 that ended are lost" in caplog.text
+
+
 @pytest.mark.parametrize("preferred", ["CUMULATIVE", "DELTA"])
 async def test_they_are_told_as_differences_where_that_is_wanted(collector, preferred, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", preferred)
