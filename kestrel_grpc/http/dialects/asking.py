@@ -98,10 +98,14 @@ def ask(
     if wanted is not None:
         return _ask_for_places(fields, talk, wanted, services, max_crops, sampling)
     request = talk.request(reasoning=reasoning, max_crops=max_crops)
-    rename = fill(request.query, request.options, fields, services.names, sampling)
+    usual = fill(request.query, request.options, fields, services.names, sampling)
     schema = _schema(form)
     if schema is not None:
         request.query.text.constraint.json_schema = schema
+
+    def rename(path: FieldPath) -> FieldPath:
+        return talk.image_path(short_path(path)) or usual(path)
+
     return Asked(request, request.query, vision.Query, vision.StreamQuery, rename, None)
 
 
@@ -129,7 +133,9 @@ def _ask_for_places(
 
     def rename(path: FieldPath) -> FieldPath:
         is_message = len(wanted.names) == 1 and short_path(path)[:1] == ("objects",)
-        return ("messages",) if is_message else usual(path)
+        if is_message:
+            return ("messages",)
+        return talk.image_path(path) or usual(path)
 
     find = getattr(services.vision, wanted.skill.title())
 

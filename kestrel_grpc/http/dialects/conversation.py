@@ -21,10 +21,11 @@ _ROLES = frozenset({"system", "developer", "user", "assistant"})
 
 
 class MessageImage(NamedTuple):
-    """An encoded image, and its budget (Image.max_crops), if it has one."""
+    """An encoded image, its place in the request, and its budget (Image.max_crops), if it has one."""
 
     encoded: bytes
-    max_crops: int | None
+    path: FieldPath
+    max_crops: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,13 @@ class Conversation:
         """All images, in order."""
         questions = [*(question for question, _ in self.history), self.last]
         return [image for question in questions for image in question.images]
+
+    def image_path(self, path: FieldPath) -> FieldPath | None:
+        """Where the caller wrote the image that ``path`` of a request is about; None for other paths."""
+        inner = path[1:] if path[0] == "images" else (0, *path[1:])
+        if path[0] not in ("image", "images") or not inner or inner[-1] == "max_crops":
+            return None
+        return self.images[int(inner[0])].path
 
     def request(self, *, reasoning: bool, max_crops: int | None) -> pb.QueryRequest:
         """The request that asks the question. ``max_crops``: the budget of images without one."""

@@ -171,7 +171,7 @@ def _content(fields: Fields, key: str = "content") -> tuple[str, list[MessageIma
             raise InvalidRequest(source.at("type"), f"must be base64 or url, got {where[:50]!r}")
         SOURCES[where].check(source)
         encoded = source.image(source.text(_SOURCES[where]), _SOURCES[where])
-        images.append(MessageImage(encoded, None))
+        images.append(MessageImage(encoded, source.at(_SOURCES[where])))
     return "\n".join(texts), images
 
 

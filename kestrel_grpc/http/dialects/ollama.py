@@ -67,14 +67,7 @@ def endpoints(services: HttpServices) -> Endpoints:
         def answer(text: str, thinking: str) -> dict[str, Any]:
             return {"response": text, **({"thinking": thinking} if thinking else {})}
 
-        is_one = len(images) == 1
-
-        def rename(path: FieldPath) -> FieldPath:
-            if path[0] not in ("image", "images"):
-                return path
-            return ("images",) if is_one else path[:2]
-
-        return _ask(fields, services, messages, answer, rename)
+        return _ask(fields, services, messages, answer, lambda path: path)
 
     def chat(fields: Fields) -> ServiceCall:
         OLLAMA_CHAT.check(fields)
@@ -125,7 +118,8 @@ def _images(fields: Fields) -> list[MessageImage]:
     for index, item in enumerate(fields.items("images")):
         if not isinstance(item, str):
             raise InvalidRequest(fields.at("images", index), "must be base64 text")
-        images.append(MessageImage(fields.image(item, "images", index), None))
+        encoded = fields.image(item, "images", index)
+        images.append(MessageImage(encoded, fields.at("images", index)))
     return images
 
 
@@ -193,7 +187,7 @@ def _ask(
     def rename(path: FieldPath) -> FieldPath:
         if path[-1] == "max_crops":
             return ("options", "max_crops")
-        return renamed(own(short_path(path)), known)
+        return talk.image_path(short := short_path(path)) or renamed(own(short), known)
 
     if fields.values.get("stream") is False:
         return ServiceCall(request, vision.Query, whole, rename=rename)

@@ -94,7 +94,8 @@ def message_content(message: Fields) -> tuple[str, list[MessageImage]]:
             image = part if isinstance(given, str) else part.inner("image_url")
             url = image.text("image_url" if image is part else "url")
             budget = choice(image, "detail", "auto", _DETAILS)
-            images.append(MessageImage(part.image(url, "image_url"), budget))
+            encoded = part.image(url, "image_url")
+            images.append(MessageImage(encoded, part.at("image_url"), budget))
     return "\n".join(texts), images
 
 
