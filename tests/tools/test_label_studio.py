@@ -14,12 +14,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from clients.tools.label_studio_kestrel import app
+from clients.tools.label_studio_kestrel import app, heads
 from clients.tools.label_studio_kestrel.__main__ import main, opened, parser
 from clients.tools.label_studio_kestrel.images import TaskImages, origin
 from clients.tools.label_studio_kestrel.labelling import RequestRefused, read_controls
 from clients.tools.label_studio_kestrel.predictions import Predictor
 from kestrel_client import KestrelClient
+from tests.clock import MovedClock
 from tests.code_blocks import ROOT
 from tests.forking.process import ForkedProcess
 from tests.ports import free_port
@@ -182,6 +183,23 @@ async def test_bodies_are_bounded(server: str, monkeypatch: pytest.MonkeyPatch):
                 assert answered.startswith(b"HTTP/1.1 400") and b"within 0.2 s" in answered
             writer.close()
             await writer.wait_closed()
+        assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
+async def test_slow_heads_hold_no_place(server: str, moved_clock: MovedClock, before: bytes):
+    """Neither at the beginning of a connection nor after an answer."""
+    async with bridge("--server", server) as client:
+        url = client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(before)
+        if before:
+            assert b"200 OK" in await reader.readuntil(b"}")
+        writer.write(b"GET /health HTTP/1.1\r\nx: ")
+        ended = asyncio.ensure_future(reader.read())
+        await until(lambda: moved_clock.advance(heads.HEAD_S) or ended.done())
+        assert isinstance(ended.exception(), ConnectionResetError) or not ended.result()
+        writer.close()
         assert (await client.get("/health")).status_code == 200
 
 

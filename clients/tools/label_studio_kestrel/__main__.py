@@ -19,6 +19,7 @@ from kestrel_client.commands.flags import SettingsError
 from kestrel_client.commands.parser import CommandError, CommandParser
 
 from .app import Backend
+from .heads import HeadLimit
 from .images import TaskImages, origin
 from .predictions import Predictor
 
@@ -100,6 +101,7 @@ async def opened(args: argparse.Namespace, token: str | None) -> AsyncIterator[u
             "limit_concurrency": _CONNECTIONS,
             "access_log": False,
             "lifespan": "off",
+            "http": HeadLimit,
         }
         yield uvicorn.Server(uvicorn.Config(app, host.strip("[]"), port, **options))
 
