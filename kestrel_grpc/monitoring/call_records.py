@@ -48,4 +48,7 @@ class CallRecords:
         records += [self.load_meter.on_call, self.statistics.on_call]
         if self._config.debug.capture_dir is not None:
             records.append(self.capture.on_call)
+        if telemetry is not None and not self._config.telemetry.traces:
+            records.append(telemetry.end)  # Metrics count calls that have ended.
+            telemetry = None
         return CallWatchers(records, telemetry)

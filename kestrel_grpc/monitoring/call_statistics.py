@@ -63,14 +63,17 @@ class CallStatistics:
     def __init__(self) -> None:
         self.methods: dict[str, MethodCounts] = {}
         """By the method's name, such as "Query". Methods without a call are absent."""
+        self._known: dict[str, MethodCounts] = {}
+        """The same, by the method's whole name."""
         self.last_at: float | None = None
         """When the last call ended, in seconds since the epoch."""
 
     def on_call(self, call: Call) -> None:
-        if call.method.startswith(INFERENCE_METHODS):
-            self.last_at = clock.wall()
+        counts = self._known.get(call.method)
+        if counts is None:
+            if not call.method.startswith(INFERENCE_METHODS):
+                return
             name = call.method.rpartition("/")[2]
-            counts = self.methods.get(name)
-            if counts is None:
-                counts = self.methods[name] = MethodCounts()
-            counts.count(call)
+            counts = self._known[call.method] = self.methods.setdefault(name, MethodCounts())
+        self.last_at = clock.wall()
+        counts.count(call)
