@@ -12,7 +12,7 @@ from kestrel_engine import EngineResult, FieldPath, InvalidRequest, clock
 from ...edge.calls.current import current
 from ...edge.failures.endings import forget_frames
 from ...images.request_images import images_of
-from ..messages.responses import timings_of_several, usage_message
+from ..messages.responses import set_usage, timings_of_several
 from .kinds import KINDS, CallTask
 from .run import Run
 from .several import all_of, total_result
@@ -37,12 +37,13 @@ async def run_tasks(run: Run, tasks: Sequence[CallTask[Any, Any]]) -> pb.Analyze
     results = [result for _, of_task in done for result in of_task]
     call.result = total_result(call.request_id, [result.metrics for result in results])
     metrics = call.result.metrics
-    return pb.AnalyzeResponse(
+    response = pb.AnalyzeResponse(
         results=[result for result, _ in done],
-        usage=usage_message(metrics),
         timings=timings_of_several(metrics, 1e3 * (clock.now() - run.began)),
         info=run.info(),
     )
+    set_usage(response.usage, metrics)
+    return response
 
 
 def read_tasks(

@@ -38,7 +38,7 @@ from ...edge.messages.fields import located
 from ...images.request_images import RequestImages
 from ...served_model import ServedModels
 from ..messages.named_skill import check_skill
-from ..messages.responses import event_fields, timings_message, timings_of_several, usage_message
+from ..messages.responses import event_fields, set_timings, set_usage, timings_of_several
 from ..messages.task_fields import task_path
 from ..messages.tasks import label_of
 from .call_images import CallImages
@@ -148,39 +148,35 @@ class Run:
     async def answer(self, task: CallTask[Part, Response]) -> tuple[Response, list[EngineResult]]:
         """The response of a task, and the results of its requests. Raises the error that the task fails with."""
         tiles, requests = self.requests_of(task)
-        try:
-            return await self._answer(task, requests, tiles)
-        except RequestError as error:
-            raise error.at(self.path_of(task, error.path)) from error
-
-    async def _answer(
-        self, task: CallTask[Part, Response], requests: list[Request], tiles: Tiles | None
-    ) -> tuple[Response, list[EngineResult]]:
         seed = 0
         has_more = task.kind.has_more_requests
         several = len(requests) > 1 or (has_more is not None and has_more(task.message))
-        if several and task.kind.are_samples and self._sender is not None:
-            raise InvalidRequest(
-                "num_samples",
-                f"must be 1 in a stream, got {len(requests)}; open a stream for each sample, with seeds of your choice",
-            )
-        if several:
-            began = clock.now()
-            requests = seeded(self.engine, task.kind, requests)
-            seed = requests[0].settings["seed"]
-            if self._turns is None:
-                await self.images.prepare(tiles)
-                await self.begin(seed)
-        images = await self.images.of_task(tiles)
-        if task.kind.in_rounds is not None:
-            ended = await task.kind.in_rounds(self, task, requests, images)
-        elif not several:
-            begin = self._ended if self._turns is None else self.ended
-            ended = [await begin(task, requests[0], images)]
-        elif task.kind.are_samples:
-            ended = await of_samples(self, task, requests, images)
-        else:
-            ended = await of_names(self, task, requests, images)
+        try:
+            if several and task.kind.are_samples and self._sender is not None:
+                raise InvalidRequest(
+                    "num_samples",
+                    f"must be 1 in a stream, got {len(requests)}; open a stream for each sample, with seeds of your "
+                    "choice",
+                )
+            if several:
+                began = clock.now()
+                requests = seeded(self.engine, task.kind, requests)
+                seed = requests[0].settings["seed"]
+                if self._turns is None:
+                    await self.images.prepare(tiles)
+                    await self.begin(seed)
+            images = await self.images.of_task(tiles)
+            if task.kind.in_rounds is not None:
+                ended = await task.kind.in_rounds(self, task, requests, images)
+            elif not several:
+                begin = self._ended if self._turns is None else self.ended
+                ended = [await begin(task, requests[0], images)]
+            elif task.kind.are_samples:
+                ended = await of_samples(self, task, requests, images)
+            else:
+                ended = await of_names(self, task, requests, images)
+        except RequestError as error:
+            raise error.at(self.path_of(task, error.path)) from error
         parts = [each.part for each in ended]
         if several and task.kind.merge is not None:
             await asyncio.to_thread(task.kind.merge, task.message, parts)
@@ -190,12 +186,12 @@ class Run:
         if not several:
             seed = results[0].seed if task.kind.generates else 0
             metrics = results[0].metrics
-            timings = timings_message(metrics)
+            set_timings(response.timings, metrics)
         else:
             metrics = total_result("", [result.metrics for result in results]).metrics
-            timings = timings_of_several(metrics, 1e3 * (clock.now() - began))
-        response.timings.CopyFrom(timings)
-        response.usage.CopyFrom(usage_message(metrics))
+            elapsed_ms = 1e3 * (clock.now() - began)
+            response.timings.CopyFrom(timings_of_several(metrics, elapsed_ms))
+        set_usage(response.usage, metrics)
         response.info.CopyFrom(self.info(seed))
         return made, results
 

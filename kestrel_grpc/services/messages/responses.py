@@ -143,15 +143,13 @@ def token_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
     return message
 
 
-def usage_message(metrics: EngineMetrics) -> common_pb2.Usage:
-    return common_pb2.Usage(
-        input_tokens=metrics.input_tokens,
-        output_tokens=metrics.output_tokens,
-        cached_tokens=metrics.cached_tokens,
-        image_tokens=metrics.image_tokens,
-        reasoning_tokens=metrics.reasoning_tokens,
-        device_ms=rounded_ms(metrics.device_time_ms),
-    )
+def set_usage(usage: common_pb2.Usage, metrics: EngineMetrics) -> None:
+    usage.input_tokens = metrics.input_tokens
+    usage.output_tokens = metrics.output_tokens
+    usage.cached_tokens = metrics.cached_tokens
+    usage.image_tokens = metrics.image_tokens
+    usage.reasoning_tokens = metrics.reasoning_tokens
+    usage.device_ms = rounded_ms(metrics.device_time_ms)
 
 
 def timings_of_several(metrics: EngineMetrics, total_ms: float) -> common_pb2.Timings:
@@ -163,16 +161,25 @@ def timings_of_several(metrics: EngineMetrics, total_ms: float) -> common_pb2.Ti
     )
 
 
-def timings_message(metrics: EngineMetrics) -> common_pb2.Timings:
-    return common_pb2.Timings(
-        queue_ms=rounded_ms(metrics.queue_time_ms),
-        preprocess_ms=rounded_ms(metrics.preprocess_time_ms),
-        prefill_ms=rounded_ms(metrics.prefill_time_ms),
-        decode_ms=rounded_ms(metrics.decode_time_ms),
-        ttft_ms=rounded_ms(metrics.ttft_ms),
-        processing_ms=rounded_ms(metrics.processing_time_ms),
-        total_ms=rounded_ms(metrics.total_time_ms),
+def set_timings(timings: common_pb2.Timings, metrics: EngineMetrics) -> None:
+    durations_ms = (
+        metrics.queue_time_ms,
+        metrics.preprocess_time_ms,
+        metrics.prefill_time_ms,
+        metrics.decode_time_ms,
+        metrics.ttft_ms,
+        metrics.processing_time_ms,
+        metrics.total_time_ms,
     )
+    (
+        timings.queue_ms,
+        timings.preprocess_ms,
+        timings.prefill_ms,
+        timings.decode_ms,
+        timings.ttft_ms,
+        timings.processing_ms,
+        timings.total_ms,
+    ) = [int(each * 1e3 + 0.5) / 1e3 for each in durations_ms]  # As rounded_ms, in one function.
 
 
 def rounded_ms(duration_ms: float) -> float:
