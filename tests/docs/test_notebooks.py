@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from kestrel_client.commands.own_server import own_server
 from tests.code_blocks import ROOT
 from tests.environments import printed, python_with
-from tests.tools.conftest import server
 
-__all__ = ["server"]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 LARGEST = 400_000
 """Bytes of a notebook with its images."""
@@ -53,14 +52,15 @@ def test_a_notebook_shows_small_images_and_no_error(path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_gives_what_it_shows(path: Path, server: str, tmp_path: Path):
+def test_a_notebook_gives_what_it_shows(path: Path, tmp_path: Path):
     python = python_with(tmp_path, "nbclient>=0.10 ipykernel>=6")
-    printed(
-        *(python, ROOT / "tests/docs/run_notebook.py", path, tmp_path / "ran.ipynb"),
-        KESTREL_SERVER=server,
-        PYTHONPATH=str(ROOT / "clients/python"),
-        JUPYTER_PLATFORM_DIRS="1",
-        IPYTHONDIR=str(tmp_path / "ipython"),
-    )
+    with own_server(["--model", "kestrel-small"]) as (address, _):
+        printed(
+            *(python, ROOT / "tests/docs/run_notebook.py", path, tmp_path / "ran.ipynb"),
+            KESTREL_SERVER=address,
+            PYTHONPATH=str(ROOT / "clients/python"),
+            JUPYTER_PLATFORM_DIRS="1",
+            IPYTHONDIR=str(tmp_path / "ipython"),
+        )
     # A stream of outputs may come in several pieces.
     assert "".join(texts(tmp_path / "ran.ipynb")) == "".join(texts(path))
