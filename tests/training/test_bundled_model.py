@@ -236,15 +236,10 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
             history.append((text, answer))
 
 
-@pytest.mark.parametrize(
-    ("name", "curves", "least"),
-    [("kestrel_tiny", CURVES, 1000), ("kestrel_small", ("point", "detect", "absence"), 800)],
-)
-def test_the_calibration_is_that_of_the_weights(
-    name: str, curves: tuple[str, ...], least: int
-) -> None:
+@pytest.mark.parametrize(("name", "least"), [("kestrel_tiny", 1000), ("kestrel_small", 150)])
+def test_the_calibration_is_that_of_the_weights(name: str, least: int) -> None:
     stored = json.loads((BUNDLED / name / FILE_NAME).read_text())
     weights = [BUNDLED / name / "model.safetensors"]
-    assert read_calibration("auto", weights, stored["weights"]).names == curves
+    assert read_calibration("auto", weights, stored["weights"]).names == CURVES
     for curve, facts in stored["fitted"]["curves"].items():
         assert facts["results"] > least and facts["error"] <= 0.03, curve
