@@ -94,6 +94,11 @@ def test_sixteen_bits_are_left_to_the_server() -> None:
     assert np.asarray(to_pillow(deep))[0, :, 0].tolist() == [0, 1, 255]
 
 
+def test_a_device_without_end_is_too_large() -> None:
+    with pytest.raises(RequestTooLargeError, match="max_message_bytes=1000"):
+        to_image("/dev/zero", 1000)
+
+
 def test_what_is_too_large_raw_goes_out_as_png() -> None:
     flat = np.full((400, 400, 3), 7, np.uint8)
     for image in (flat, Image.fromarray(flat)):

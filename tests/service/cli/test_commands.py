@@ -422,6 +422,18 @@ def test_output_that_cannot_be_written_is_a_failure(words, why, monkeypatch, cap
     assert capsys.readouterr().err.endswith(f"error: cannot write: {why}\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["watch", ".", "--caption", "--fps", "0"], 2, "--fps: '0': must be a whole number from 1"),
+        (["batch", "README.md", "--caption", "--output", "/dev/full"], 1, "need a regular file"),
+    ],
+)
+def test_what_would_never_end_is_refused(words, status, told):
+    done = here(*words, "--server", "127.0.0.1:1")
+    assert done.returncode == status and told in done.stderr
+
+
 def test_help_and_version():
     done = executed("--version")
     assert done.stdout == f"kestrel-grpc {__version__}\n"

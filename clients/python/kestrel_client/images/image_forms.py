@@ -84,6 +84,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _ENVELOPE_BYTES = 64 * 1024
 """Space reserved for the rest of a message."""
 NO_LIMIT = 2**63
+_READ_BYTES = 1 << 20
 _LARGEST_DRAWN_BYTES = 64 * 1024 * 1024
 """Limit of a file that is fetched or read to draw on it."""
 
@@ -203,10 +204,15 @@ def _pillow() -> tuple[Any, Any]:
 
 def _read(path: Path, limit: int) -> bytes:
     try:
-        size = path.stat().st_size
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = b""
+            # A pipe or a device has no size, and may have no end.
+            while size <= limit and (more := file.read(max(size - len(data), _READ_BYTES))):
+                data += more
+                size = max(size, len(data))
         if size > limit:
             raise RequestTooLargeError(size, limit)
-        data = path.read_bytes()
     except OSError as error:
         raise InvalidImageError(f"can't read {path}: {error.strerror or error}") from error
     if not data:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,8 @@ class Journal:
 
     def _open(self) -> None:
         self._opened = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        if not stat.S_ISREG(os.fstat(self._opened).st_mode):
+            raise CommandError(f"cannot write {str(self.file)!r}: results need a regular file")
         try:
             fcntl.flock(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

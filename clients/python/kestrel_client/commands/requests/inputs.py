@@ -27,6 +27,7 @@ IMAGE_HELP = (
     "or the id that put prints"
 )
 _ID_PREFIX = "img_"
+_MOST_BYTES = 256 << 20
 _PATTERN = frozenset("*?[")
 
 
@@ -87,7 +88,10 @@ def _open(name: str) -> Iterator[Input]:
         raise CommandError("the name of an image is empty")
     path = Path(name)
     if name == "-":
-        yield Input(name, sys.stdin.buffer.read())
+        data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise CommandError("standard input has more than 256 MiB")
+        yield Input(name, data)
     elif path.suffix == SUFFIX and path.is_file():
         yield Input(name, read_features(name))
     elif is_url(name) or path.is_file():

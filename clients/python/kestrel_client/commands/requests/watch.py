@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     add_task_flags(parser)
     frames = parser.add_argument_group("frames")
-    add_flags(frames, _FRAMES, N=whole(), MS=whole())
+    add_flags(frames, _FRAMES, N=whole(1), MS=whole())
     add_request_flags(parser)
     add_connection_flags(parser)
 
