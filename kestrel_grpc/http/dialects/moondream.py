@@ -27,7 +27,7 @@ from ...services.messages.json_values import (
     skill_values,
     spatial_ref,
 )
-from ...services.messages.task_fields import REQUESTS, fault_of, short_path
+from ...services.messages.task_fields import REQUESTS, fault_of, holder, short_path
 from ...services.messages.tasks import EDGES, MAX_GAZES
 from ..edge import Endpoint, Endpoints, ServiceCall
 from ..fields import Fields, numbers, positive
@@ -181,13 +181,16 @@ def _fill(
     """Settings and model, which all skills' requests share. Raises InvalidRequest, ModelNotFoundError."""
     settings = MOONDREAM_SETTINGS.inner(fields, "settings")
     MOONDREAM_SAMPLING.fill(task, settings)
+    for key, name in (("tiles", "tiles"), ("max_absence", "abstention")):
+        if settings.values.get(key) and name not in task.DESCRIPTOR.fields_by_name:
+            raise InvalidRequest(settings.at(key), "is not a setting of this skill")
     for key, value in (
         ("max_objects", positive(settings, "max_objects")),
         ("min_score", settings.number("min_score")),
         ("max_overlap", settings.number("max_overlap")),
     ):
-        if value is not None and key in task.DESCRIPTOR.fields_by_name:
-            setattr(task, key, value)
+        if value is not None:
+            setattr(holder(task, key, settings.at(key)), key, value)
     _fill_region(image, settings)
     _fill_budget(image, settings)
     _fill_tiles(task, settings)
@@ -236,7 +239,7 @@ def _fill_region(image: common_pb2.Image | None, settings: Fields) -> None:
 def _fill_tiles(task: Any, settings: Fields) -> None:
     """The tiles of point and detect, as an object. Raises InvalidRequest."""
     tiles = settings.inner("tiles")
-    if not tiles.values or "tiles" not in task.DESCRIPTOR.fields_by_name:
+    if not tiles.values:
         return
     MOONDREAM_TILES.check(tiles)
     for key in ("rows", "columns"):

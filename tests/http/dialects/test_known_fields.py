@@ -47,6 +47,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"resoning": True}, "resoning", "did you mean reasoning?"),
         ({"settings": {"temprature": 1}}, "settings.temprature", "did you mean temperature?"),
         ({"settings": {"max_token": 1}}, "settings.max_token", "did you mean max_tokens?"),
+        ({"settings": {"min_score": 0.5}}, "settings.min_score", "is not a setting of this skill"),
+        ({"settings": {"tiles": {"rows": 2}}}, "settings.tiles", "is not a setting of this skill"),
+        ({"settings": {"max_objects": None}}, "", ""),
         ({"settings": {"xyz": None}}, "settings.xyz", "is unknown; known: adapter, frequency_penalty, max_"),
     ],
     "/v1/detect": [
