@@ -91,9 +91,10 @@ class KnownFields:
 
     def _check_unknown(self, fields: Fields, key: str) -> None:
         value, is_logged = fields.values[key], (self.where, key[:_SHOWN]) in _logged
-        if _holds_image(value) or (value and not is_logged and _MATTERS.search(_snake(key))):
+        matters = not is_logged and _MATTERS.search(_snake(key))
+        if _holds_image(value) or (value and matters):
             raise InvalidRequest(_named(fields, key), f"is not read here; {self.remedy}")
-        if is_logged or not fields.looks.take():
+        if is_logged or matters or not fields.looks.take():
             return
         meant = self._meant(key)
         if meant in self.refused and not value:

@@ -225,9 +225,15 @@ def test_many_unknown_fields_fill_no_log(caplog, monkeypatch):
     """What holds an image is still refused."""
     monkeypatch.setattr("kestrel_grpc.http.known_fields._logged", set())
     caplog.set_level(logging.INFO, "kestrel_grpc.http.known_fields")
+    known_fields.CHAT.check(Fields({"my_image": "", "image_file": []}))
     known_fields.CHAT.check(Fields({f"made_up_{number}": 1 for number in range(1000)}))
     assert len(caplog.records) == 100
-    for name, value in (("my_image", "x"), ("made_up_1", IMAGE), ("made_up_999", IMAGE)):
+    for name, value in (
+        ("my_image", "x"),
+        ("image_file", "x"),
+        ("made_up_1", IMAGE),
+        ("made_up_999", IMAGE),
+    ):
         with pytest.raises(InvalidRequest, match="is not read here"):
             known_fields.CHAT.check(Fields({name: value}))
     # What others have sent hides no typing error.
