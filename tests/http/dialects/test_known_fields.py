@@ -83,6 +83,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"models": ["x"], "mode": "chat"}, "", ""),
         ({"respnse_format": {"type": "json_object"}}, "respnse_format", "did you mean response_format?"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "must be one of none, minimal"),
+        ({"messages": [{**USER, "context": {"intent": "x" * 3000}}]}, "", ""),
         ({"messages": [{**USER, "images": [IMAGE]}]}, "messages[0].images", "as parts"),
         ({"messages": [{**USER, "image_url": IMAGE}]}, "messages[0].image_url", "as parts"),
         (
