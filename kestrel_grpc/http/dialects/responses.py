@@ -46,6 +46,7 @@ ITEM = known_fields("responses_item")
 REASONING = known_fields("responses_reasoning")
 TEXT = known_fields("responses_text")
 FORMAT = known_fields("responses_format")
+_FORM_FIELDS = ("type", "name", "description", "strict", "schema")
 _NAMES: dict[FieldPath, FieldPath] = {
     ("messages",): ("input",),
     ("response_format",): ("text", "format"),
@@ -121,6 +122,8 @@ def _form(fields: Fields) -> Fields:
     kind = form.text("type", "text")
     # The response repeats them.
     form.text("name", ""), form.text("description", ""), form.flag("strict")
+    if kind != "json_schema" and form.values.get("schema"):
+        raise InvalidRequest(form.at("schema"), "needs the type json_schema")
     schema = {"json_schema": form.values} if kind == "json_schema" else {}
     return Fields({"type": kind, **schema}, ("response_format",))
 
@@ -142,13 +145,15 @@ def metadata_of(fields: Fields) -> dict[str, str]:
 def _echo(fields: Fields) -> dict[str, Any]:
     """What the request says of its response. Raises InvalidRequest."""
     effort = fields.inner("reasoning").values.get("effort")
+    form = fields.inner("text").inner("format").values
+    known = {name: form[name] for name in _FORM_FIELDS if name in form}
     return {
         "instructions": fields.values.get("instructions"),
         "max_output_tokens": fields.values.get("max_output_tokens"),
         "metadata": metadata_of(fields),
         "reasoning": {"effort": effort, "summary": None},
         "temperature": fields.values.get("temperature"),
-        "text": {"format": fields.inner("text").inner("format").values or {"type": "text"}},
+        "text": {"format": {"type": "text", **known}},
         "top_p": fields.values.get("top_p"),
         "background": False,
         "parallel_tool_calls": False,

@@ -111,7 +111,9 @@ async def test_the_form_of_the_answer(http):
     [answered] = body["output"]
     assert list(json.loads(answered["content"][0]["text"])) == ["ok"]
     assert body["status"] == "completed" and body["text"] == {"format": form}
-    body = await respond(client, input="What?", text={"format": {"type": "json_object"}})
+    unknown = {"type": "json_object", "made_up": json.loads("[" * 300 + "]" * 300)}
+    body = await respond(client, input="What?", text={"format": unknown})
+    assert body["text"] == {"format": {"type": "json_object"}}
     assert body["output"][0]["content"][0]["text"].startswith("{")
 
 
@@ -140,6 +142,11 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         {"text": {"format": {"type": "json_schema", "schema": {}, "strict": [[]]}}},
         "text.format.strict",
         "must be true or false",
+    ),
+    (
+        {"text": {"format": {"schema": {"a": 1}}}},
+        "text.format.schema",
+        "needs the type json_schema",
     ),
     ({"input": 5}, "input", "must be a string or a list of messages"),
     ({"input": [{"type": "function_call"}]}, "input[0].type", "must be message"),
