@@ -31,6 +31,7 @@ from kestrel_client import (
     Timings,
     Usage,
 )
+from kestrel_client.commands.requests.output import print_result
 from tests.client.drawing.test_drawing import CIRCLE, COLOURS, answer, made, outlined, pointed
 
 BOXES = (DetectedBox(0.25, 0.5, 0.5, 1, "cat", 0.75), DetectedBox(0, 0, 1, 0.5, "dog", 0.5))
@@ -53,6 +54,11 @@ def test_a_notebook_shows_what_was_found() -> None:
         dataclasses.replace(FOUND, source=b"no image"),
     ):
         assert nothing._repr_png_() is None
+
+
+def test_commands_print_the_pixel_in_which_a_point_is(capsys) -> None:
+    print_result(pointed("x", (0.749, 1)))
+    assert capsys.readouterr().out.startswith("0.7490 1.0000  (299, 199 px)  score ")
 
 
 def test_results_are_sequences_with_short_words() -> None:

@@ -207,7 +207,5 @@ def _place(place: DetectedPoint | DetectedBox, size: ImageSize | None) -> str:
         numbers = [place.x_min, place.y_min, place.x_max, place.y_max]
     parts = [" ".join(f"{number:.4f}" for number in numbers)]
     if size is not None:
-        sides = (size.width, size.height) * 2
-        pixels = ", ".join(str(round(n * side)) for n, side in zip(numbers, sides, strict=False))
-        parts.append(f"({pixels} px)")
+        parts.append(f"({', '.join(map(str, place.to_pixels(size)))} px)")
     return "  ".join([*parts, f"score {place.score:.3f}"])
