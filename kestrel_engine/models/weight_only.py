@@ -107,7 +107,7 @@ def _few(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) 
     group = few_rows.group_of(form, weight, scales)
     if group is None:
         return None
-    if bias is None or bias.dtype == torch.bfloat16:
+    if bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous()):
         return few_rows.product(form, x, weight, scales, group, bias)
     return few_rows.product(form, x, weight, scales, group).add_(bias)
 

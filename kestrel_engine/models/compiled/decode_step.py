@@ -120,7 +120,7 @@ def _shape_of(block: TextBlock, half: int) -> Shape | None:
     narrow = [block.ln.weight, block.ln.bias]
     for linear in linears:
         form, bias = few_rows.form_of(linear.weight), linear.bias
-        if form is None or bias is None or not linear.weight.is_contiguous():
+        if form is None or bias is None:
             return None
         narrow += [bias] if linear.scale is None else [bias, linear.scale]
         kinds.add((form, few_rows.group_of(form, linear.weight, linear.scale)))

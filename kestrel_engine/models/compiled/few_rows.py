@@ -42,9 +42,10 @@ _GROUPS = (128, 64)
 
 
 def form_of(weight: Tensor) -> Form | None:
-    """Returns the form of a weight, or None if it is none of these, small, or the functions do not work here."""
+    """Returns the form of a weight, or None if it is none of these, small, not contiguous, or the functions do not work
+    here."""
     is_large = weight.device.type == "cpu" and weight.numel() >= SMALL
-    return stored_form(weight) if is_large and available() else None
+    return stored_form(weight) if is_large and weight.is_contiguous() and available() else None
 
 
 def stored_form(weight: Tensor) -> Form | None:
@@ -95,7 +96,7 @@ def product(
 ) -> Tensor:
     """Returns ``x @ W.T + bias`` [rows, N] in float32, for at most 16 rows of ``x`` [rows, K] in bfloat16.
 
-    ``bias``: [N] in bfloat16. ``group``: what `group_of` returned. `available` must have returned True.
+    ``bias``: [N] in bfloat16, contiguous. ``group``: what `group_of` returned. `available` must have returned True.
     """
     rows, k, n = len(x), x.shape[-1], len(weight)
     y = x.new_empty(rows, n, dtype=torch.float32)

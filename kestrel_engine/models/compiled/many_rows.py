@@ -68,7 +68,7 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
     is_int, threads = form != "bf16", torch.get_num_threads()
     words = k // (4 if is_int else 2)
     scales = x.new_empty(0) if scales is None else scales.bfloat16()
-    bias = x.new_zeros(n) if bias is None else bias.bfloat16()
+    bias = x.new_zeros(n) if bias is None else bias.bfloat16().contiguous()
     y = x.new_empty(*x.shape[:-1], n)
     numbers = x = x.contiguous()
     if is_int:

@@ -116,14 +116,15 @@ def test_a_models_product_uses_them_with_any_number_of_threads(threads, monkeypa
             x, bias = torch.randn(2, 1, K).bfloat16(), torch.randn(N).bfloat16()
             found = product(x, weight, scales, bias)
             assert found.shape == (2, 1, N) and found.dtype == torch.bfloat16
-            assert torch.equal(found, product(x, weight, scales, bias.float()))
+            for other in (bias.float(), bias.repeat_interleave(2)[::2]):
+                assert torch.equal(found, product(x, weight, scales, other))
             wanted = x.float() @ values.T + bias.float()
             assert (found.float() - wanted).norm() < 0.02 * wanted.norm()
             many = product(x.expand(2, 9, K), weight, scales, None)
             assert (many[:, :1].float() + bias - wanted).norm() < 0.02 * wanted.norm()
     finally:
         torch.set_num_threads(before)
-    assert [call[0] for call in calls[::2]] == ["bf16", "int8", "int4"]
+    assert [call[0] for call in calls[::3]] == ["bf16", "int8", "int4"]
 
 
 @torch.inference_mode()
@@ -135,10 +136,11 @@ def test_what_they_cannot_take_is_left_to_torch(monkeypatch):
         (wide, None),
         (narrow, None),
         (narrow[:62, :64], None),
+        (torch.randn(64, 256).bfloat16()[:, ::2], None),
         round_rows(wide),
         round_to_groups(wide.repeat(1, 8)),
     ):
-        # float32, K or N that isn't divided, groups of less than 64 or a row of too few groups
+        # float32, K or N that isn't divided, rows with gaps, groups of less than 64 or a row of too few groups
         x = torch.randn(1, weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1))
         x = x if weight is wide else x.bfloat16()
         expected = weight_only.widened(weight, scales, x.dtype) if scales is not None else weight

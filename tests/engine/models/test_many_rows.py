@@ -48,7 +48,7 @@ def test_products_are_those_of_the_rounded_rows(n, k):
     x, weight, scales, bias = case(rows, n, k)
     assert many_rows.takes(x, weight)
     values = widened(weight, scales, torch.float32)
-    for given in (bias, None):
+    for given in (bias, bias.repeat_interleave(2)[::2], None):
         found = product(x.view(3, -1, k), weight, scales, given)
         assert found.shape == (3, rows // 3, n) and found.dtype == torch.bfloat16
         wanted = F.linear(rounded(x), values, None if given is None else given.float())
