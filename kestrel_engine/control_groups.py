@@ -25,8 +25,12 @@ def group_folders(controller: str, *, proc: Path, cgroups: Path) -> Iterator[Pat
         ]
         for base, root in (*bases, *((cgroups / name, "/") for name in names)):
             path = PurePosixPath(group)
-            inner = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
-            own = base / inner
+            if path.is_relative_to(root):
+                own = base / path.relative_to(root)
+            elif root.startswith("/.."):  # A group above this namespace.
+                own = base
+            else:  # The group of others, for instance of a container, seen from outside.
+                continue
             for folder in (own, *own.parents):
                 if folder not in seen:
                     seen.add(folder)

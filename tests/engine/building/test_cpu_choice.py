@@ -115,6 +115,19 @@ def test_where_version_1_is_mounted(tmp_path, folder, mounts):
     assert quota(proc=tmp_path, cgroups=tmp_path / "cgroups") == 2
 
 
+@pytest.mark.parametrize(("root", "found"), [("/pods/other", None), ("/../..", 1)])
+def test_the_group_of_others_limits_nothing(tmp_path, root, found):
+    """A container's group is mounted at its own folder, too. A group above a namespace limits what is in it."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("0::/user\n")
+    (tmp_path / "self/mountinfo").write_text(
+        f"9 8 0:3 {root} {tmp_path}/other rw - cgroup2 none rw\n"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/cpu.max").write_text("100000 100000")
+    assert quota(proc=tmp_path, cgroups=tmp_path / "cgroups") == found
+
+
 @pytest.mark.parametrize(
     ("files", "found"),
     [
