@@ -164,6 +164,8 @@ class Frames(_Frames):
                     if connection != self._connection:
                         return
                     message = self._next_frame(image)
+                    if connection != self._connection:  # Another one sends the frame.
+                        return
                     self._begin_frame(image)
                 yield message
         except StopIteration:
@@ -253,6 +255,8 @@ class AsyncFrames(_Frames):
                     if connection != self._connection:
                         return
                     message = await asyncio.to_thread(self._next_frame, image)
+                    if connection != self._connection:  # Another one sends the frame.
+                        return
                     self._begin_frame(image)
                 yield message
         except StopAsyncIteration:
