@@ -23,10 +23,11 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (150, 200, 4), np.uint8)
         PIXELS,
         PIXELS[:3, :2, :3],  # not contiguous
         PIXELS[:1, :1, 0],
+        np.ma.masked_array(PIXELS, PIXELS > 9),
         Image.fromarray(PIXELS),
         b"a file",
     ],
-    ids=["array", "part", "one pixel", "Pillow", "bytes"],
+    ids=["array", "part", "one pixel", "masked", "Pillow", "bytes"],
 )
 def test_the_server_reads_what_protobuf_would_have_encoded(image):
     def on_grey(image, pixels):

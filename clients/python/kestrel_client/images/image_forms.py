@@ -280,7 +280,9 @@ def _bytes_of(pixels: Any) -> Pixels:
         view = memoryview(pixels)
     except TypeError:  # Pillow's images, and arrays on a device.
         return bytes(pixels.tobytes())
-    return view.cast("B") if view.c_contiguous else bytes(pixels.tobytes())
+    # tobytes() fills the masked pixels of numpy's masked arrays.
+    is_plain = view.c_contiguous and not hasattr(pixels, "mask")
+    return view.cast("B") if is_plain else bytes(pixels.tobytes())
 
 
 def _png(image: Any, raw_size: int, limit: int) -> common_pb2.Image:
