@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 from training.domains.picture import NOT_SHOWN, Ask
+from training.domains.text.words import dictionary
 from training.scenes.phrases import WAYS, fill, with_article
 from training.sources import word_lists
 
@@ -67,14 +68,14 @@ def off_topic(rng: random.Random) -> Ask:
 
 
 def absent_object(rng: random.Random) -> Ask:
-    """A request for what the picture hasn't got, by any skill."""
-    thing = rng.choice(FOREIGN)
+    """A request for what the picture hasn't got, by any skill. The refusal names it, so any word may be asked for."""
+    thing = rng.choice(FOREIGN) if rng.random() < 0.3 else rng.choice(dictionary()).lower()
     u = rng.random()
-    if u < 0.5:
-        skill = "detect" if u < 0.25 else "point"
+    if u < 0.35:
+        skill = "detect" if u < 0.18 else "point"
         return Ask(skill, "absent", rng.choice((thing, plural(thing), "the " + thing)))
-    if u < 0.75:
+    if u < 0.5:
         return tell(rng, "absent", WAYS["presence absent"], "no", a=with_article(thing))
-    if u < 0.85:
+    if u < 0.57:
         return tell(rng, "absent", WAYS["count absent"], "0", t=plural(thing))
     return tell(rng, "absent", WAYS["absent thing"], f"There is no {thing}.", t=thing)

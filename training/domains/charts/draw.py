@@ -72,7 +72,9 @@ def draw_archived(rng: random.Random, width: int, height: int, held: bool) -> Pi
 
 def _scale_among(written: list[tuple[str, list[Any]]], axis: int) -> Scale:
     """Of a chart's texts, the numbers beside its value axis: most of those that end in one line along it."""
-    numbers = [(text, at[0], at[-1]) for text, at in written if re.fullmatch(r"[\d,.]+k?", text)]
+    numbers = [
+        (text, at[0], at[-1]) for text, at in written if re.fullmatch(r"\$?[\d,.]+[k%]?", text)
+    ]
     ends = [n[2][1 - axis] for n in numbers]
     rows = ([n for n, b in zip(numbers, ends, strict=True) if abs(b - a) < 4] for a in ends)
     found = max(rows, key=len, default=[])

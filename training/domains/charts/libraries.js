@@ -30,12 +30,14 @@ function shown() {
 }
 let PLACES = () => [];
 const each = (t, box) => PLACES = () => t.series.map((s, i) => t.labels.map((n, j) => box(s, i, n, j)));
+const FORMS = {'': v => `${+v.toFixed(6)}`, ',': v => (+v.toFixed(6)).toLocaleString('en'), k: v => `${+(v / 1000).toFixed(4)}k`,
+  '%': v => `${+v.toFixed(6)}%`, $: v => '$' + (+v.toFixed(6)).toLocaleString('en')};
 // Library to the function that draws a table (tables.py) into the element "c".
 const DRAW = {
   echarts: t => {
       const c = echarts.init(document.getElementById('c'), t.dark ? 'dark' : null, {width: t.width, height: t.height});
       const font = {fontFamily: t.font, fontSize: t.size};
-      const values = {animation: false, title: {text: t.title, left: t.left ? 'left' : 'center', textStyle: {fontFamily: t.font}},
+      const values = {animation: false, title: {text: t.title, left: t.left ? 'left' : 'center', textStyle: {fontFamily: t.font, fontSize: t.head * t.size}},
         color: t.colours, textStyle: font};
       if (t.series.length > 1 || t.kind === 'pie') values.legend = {bottom: 4, textStyle: font};
       if (t.kind === 'pie') {
@@ -45,11 +47,12 @@ const DRAW = {
       } else {
         const cat = {type: 'category', data: t.labels, name: t.label_axis,
           axisLabel: t.turn && !t.lying ? {...font, interval: 0, rotate: t.turn} : font};
-        const num = {type: 'value', name: t.value_axis, axisLabel: font};
+        const num = {type: 'value', name: t.value_axis, axisLabel: {...font, formatter: FORMS[t.form]},
+          splitNumber: t.ticks, splitLine: {show: t.grid}, axisLine: {show: !t.grid}, axisTick: {show: !t.grid}};
         values.grid = {containLabel: true, bottom: t.series.length > 1 ? 40 : 20};
         values[t.lying ? 'yAxis' : 'xAxis'] = cat; values[t.lying ? 'xAxis' : 'yAxis'] = num;
         values.series = t.series.map(s => ({name: s.name, data: s.values,
-          type: {bar: 'bar', line: 'line', scatter: 'scatter'}[t.kind], smooth: t.smooth, symbolSize: 8,
+          type: {bar: 'bar', line: 'line', scatter: 'scatter'}[t.kind], smooth: t.smooth, symbolSize: 8, barCategoryGap: `${100 * t.gap}%`, barGap: t.smooth ? '0%' : '20%',
           label: {...font, show: t.numbers, position: t.lying ? 'right' : 'top'}}));
       }
       c.setOption(values);
@@ -66,8 +69,9 @@ const DRAW = {
       Chart.defaults.animation = false; Chart.defaults.font = {family: t.font, size: t.size}; Chart.defaults.color = t.dark ? '#ddd' : '#333';
       const many = t.series.length > 1 || t.kind === 'pie';
       const options = {maintainAspectRatio: false, indexAxis: t.lying ? 'y' : 'x', plugins: {
-        title: {display: !!t.title, text: t.title, font: {size: 16}}, legend: {display: many, position: t.left ? 'right' : 'bottom'}}};
-      const axis = (on, text) => ({title: {display: !!text, text}, grid: {color: t.dark ? '#555' : '#ddd'}});
+        title: {display: !!t.title, text: t.title, font: {size: t.head * t.size}}, legend: {display: many, position: t.left ? 'right' : 'bottom'}}};
+      const axis = (on, text) => ({title: {display: !!text, text}, grid: {color: t.dark ? '#555' : '#ddd', display: t.grid},
+        ...(on ? {ticks: {maxTicksLimit: t.ticks, callback: FORMS[t.form]}} : {})});
       if (t.kind !== 'pie') {
         options.scales = t.lying ? {y: axis(0, t.label_axis), x: axis(1, t.value_axis)}
                                  : {x: axis(0, t.label_axis), y: axis(1, t.value_axis)};
@@ -76,7 +80,7 @@ const DRAW = {
       }
       const sets = t.series.map((s, i) => ({label: s.name, data: s.values, tension: t.smooth ? 0.4 : 0,
         backgroundColor: t.kind === 'pie' ? t.colours : t.colours[i], borderColor: t.kind === 'pie' ? '#fff' : t.colours[i],
-        showLine: t.kind !== 'scatter', pointRadius: t.kind === 'scatter' ? 5 : 3}));
+        showLine: t.kind !== 'scatter', categoryPercentage: 1 - t.gap, pointRadius: t.kind === 'scatter' ? 5 : 3}));
       const c = new Chart(canvas, {type: t.kind === 'pie' ? (t.hole ? 'doughnut' : 'pie') : t.kind === 'bar' ? 'bar' : 'line',
         data: {labels: t.labels, datasets: sets}, options});
       each(t, (s, i, n, j) => {
@@ -94,11 +98,12 @@ const DRAW = {
         title: {text: t.title}, data: {columns, colors, labels: !pie && t.numbers,
           type: pie ? (t.hole ? 'donut' : 'pie') : t.kind === 'line' && t.smooth ? 'spline' : t.kind},
         legend: {show: pie || t.series.length > 1, position: t.left ? 'right' : 'bottom'},
+        bar: {width: {ratio: 1 - t.gap}}, grid: {y: {show: t.grid && !pie}},
         pie: {label: {format: (v, r) => t.numbers ? v : Math.round(r * 100) + '%'}},
         donut: {label: {format: (v, r) => t.numbers ? v : Math.round(r * 100) + '%'}},
         axis: pie ? {} : {rotated: t.lying, x: {type: 'category', categories: t.labels, label: t.label_axis,
             tick: t.turn && !t.lying ? {rotate: t.turn, multiline: false} : {}},
-                          y: {label: t.value_axis, min: t.kind === 'bar' ? 0 : undefined, padding: {bottom: 0}}}});
+                          y: {label: t.value_axis, tick: {format: FORMS[t.form], culling: {max: t.ticks}}, min: t.kind === 'bar' ? 0 : undefined, padding: {bottom: 0}}}});
       each(t, (s, i, n, j) => {
         const marks = [...document.querySelectorAll(pie ? '.bb-chart-arc text' : t.kind === 'bar' ? '.bb-bar' : '.bb-circle')];
         const own = marks.find(({__data__: d}) => pie ? d.data.id === n : d.id === s.name && d.index === j);

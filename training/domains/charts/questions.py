@@ -9,7 +9,7 @@ from typing import Any
 from training.domains.charts.tables import GROUPS, PLACES
 from training.domains.phrasing import read, tell
 from training.domains.picture import Ask
-from training.domains.text.words import dictionary
+from training.domains.text.words import term, title
 from training.scenes.phrases import WAYS
 
 SPOKEN = {"bar": "bar chart", "line": "line chart", "pie": "pie chart", "scatter": "scatter plot"}
@@ -119,14 +119,8 @@ def _absent(rng: random.Random, t: dict[str, Any]) -> Ask:
     series, groups = [s["name"] for s in t["series"]], [group.split(",") for group in GROUPS]
     there = {*t["labels"], *series, *t["title"].split()}
     near = [name for group in groups if len(there & {*group}) > 1 for name in group]
-    made_up, year = rng.choice(dictionary()).capitalize()[:9], str(rng.randint(1980, 2026))
-    names = [
-        *rng.sample(near, min(3, len(near))),
-        rng.choice(rng.choice(groups)),
-        rng.choice(PLACES),
-        made_up,
-        year,
-    ]
+    listed = rng.choice(rng.choice(groups)), rng.choice(PLACES), str(rng.randint(1980, 2026))
+    names = [*rng.sample(near, min(3, len(near))), *listed, term(rng).capitalize(), title(rng, 12)]
     other = rng.choice([name for name in names if name not in there] or ["Atlantis"])
     if len(series) == 1 or rng.random() < 0.3:
         return tell(rng, "absent", WAYS["chart value"], f"There is no {other}.", l=other)

@@ -43,7 +43,7 @@ def open_page(browser: Browser, library: str, modules: Path) -> Page:
         url = f"{folder}/{font}/files/{font}-latin-400-normal.woff2"
         files.append(f"<style>@font-face{{font-family:{font};src:url({url})}}</style>")
     if library not in HELD_OUT:
-        files.append("<style>#c text{font:inherit!important}</style>")
+        files.append("<style>#c text{font:inherit!important;fill:currentColor!important}</style>")
     place = modules / f"chart-{library}.html"
     body = "<body style='margin:0'><div id=h></div></body>"
     place.write_text(f"<!doctype html><meta charset=utf-8>{''.join(files)}{body}")
@@ -70,6 +70,14 @@ def draw_chart(
     return screenshot(page), page.evaluate("shown()")
 
 
+def is_whole(table: dict[str, Any], texts: list[Any]) -> bool:
+    """False where the picture's edge cuts the title, a label or a series' name."""
+    asked = {table["title"], *table["labels"], *(s["name"] for s in table["series"])}
+    places = [at for text, at in texts if text in asked]
+    across = all(0 < x < table["width"] - 4 for at in places for x in at[::2])
+    return across and all(0 < y < table["height"] - 2 for at in places for y in at[1::2])
+
+
 def main() -> None:
     args = parse_arguments(__doc__)
     libraries = [name for name in LIBRARIES if (name in HELD_OUT) == args.held_out]
@@ -80,7 +88,8 @@ def main() -> None:
                 r = random.Random(f"{args.seed} {library} {number}")
                 table = {**make_table(r), "turn": r.choice((0, 90, -90, 45))}  # of the labels
                 picture, shown = draw_chart(page, library, table)
-                archive.add(picture, {"library": library, **table, **shown})
+                if is_whole(table, shown["texts"]):
+                    archive.add(picture, {"library": library, **table, **shown})
             page.close()
 
 

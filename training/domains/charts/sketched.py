@@ -109,13 +109,15 @@ class Sketch:
         most, least = max(values) * rng.uniform(1.01, 1.15), 0.0
         if t["kind"] != "bar" and rng.random() < 0.3:
             least = min(values) * rng.uniform(0.5, 0.95)
-        raw = (most - least) / rng.uniform(2.5, 8)
+        room = 8 if t["lying"] else (self.frame[3] - self.frame[1]) / (2 * size)
+        raw = (most - least) / rng.uniform(2.5, max(4, min(t["ticks"], room)))
         power = 10 ** math.floor(math.log10(raw))
         step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= raw)
         first, last = math.floor(least / step), math.ceil(most / step)
-        form = rng.choice(("{:g}", "{:g}", "{:,g}", "{:g}k")) if most >= 1000 else "{:g}"
-        unit = 1000 if "k" in form else 1
-        ticks = [(k * step, form.format(k * step / unit)) for k in range(first, last + 1)]
+        short = "" if most < 1000 and t["form"] == "k" else t["form"]
+        form = {"": "{:g}", ",": "{:,g}", "k": "{:g}k", "%": "{:g}%", "$": "${:,g}"}[short]
+        unit = 1000 if short == "k" else 1
+        ticks = [(k * step, form.format(round(k * step / unit, 6))) for k in range(first, last + 1)]
         ends = ticks[0][0], ticks[-1][0] if rng.random() < 0.7 else max(most, ticks[-2][0])
         ticks = [tick for tick in ticks if tick[0] <= ends[1]]
         numbers, names = max(self.wide(text) for _, text in ticks), max(map(self.wide, labels))
@@ -142,12 +144,13 @@ class Sketch:
         x0, y0, x1, y1 = self.frame
         if x1 - x0 < 5 * size or y1 - y0 < 5 * size:
             raise ValueError("no room for the axes")
-        grid, thick = rng.random() < 0.6, rng.choice((1, 1, 2))
+        grid, thick, out = t["grid"], rng.choice((1, 1, 2)), rng.choice((0, 0.3)) * gap
         for value, text in ticks:
             share = (value - ends[0]) / (ends[1] - ends[0])
             x, y = x0 + share * (x1 - x0), y1 - share * (y1 - y0)
             if grid:
                 pen.line((x, y0, x, y1) if t["lying"] else (x0, y, x1, y), self.faint)
+            pen.line((x, y1, x, y1 + out) if t["lying"] else (x0 - out, y, x0, y), self.ink)
             at = (x, y1 + gap + 0.5 * size) if t["lying"] else (x0 - gap, y)
             self.write(text, at[0], at[1], 0.5 if t["lying"] else 1)
             middle = at if t["lying"] else (x0 - gap - self.wide(text) / 2, y)

@@ -9,6 +9,7 @@ from training.domains.drawn import Place, open_drawings
 from training.domains.phrasing import off_topic, plural, read, tell
 from training.domains.picture import Ask, Mark, Picture, centre, find, in_order
 from training.domains.screens.pages import ACTIONS, FIELDS, OPTIONS, SECTIONS
+from training.domains.text.words import title
 from training.scenes.phrases import WAYS
 from training.sources import icon_names
 
@@ -116,6 +117,8 @@ def _absent(rng: random.Random, elements: list[Element]) -> Iterator[Ask]:
     there = {e["name"].lower() for e in elements} | {e.get("value", "").lower() for e in elements}
     name = rng.choice([n for n in ACTIONS + FIELDS + OPTIONS + SECTIONS if n.lower() not in there])
     role = "button" if name in ACTIONS else "input" if name in FIELDS else "checkbox"
+    if rng.random() < 0.5 and (other := title(rng, 20)).lower() not in there:
+        name, role = other, rng.choice(("button", "input", "input", "checkbox"))
     ways = _named(rng, role, name)
     yield Ask("point", "absent", rng.choice(ways))
     yield Ask("detect", "absent", rng.choice(ways[:5]))

@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from training.domains.text import words as w
 from training.sources import word_lists
 
 _LISTS = [*word_lists(Path(__file__).parent).values()]
@@ -30,10 +31,13 @@ class Page:
     icons: dict[str, str]
     taken: set[str] = field(default_factory=set)
 
-    def pick(self, names: list[str] | tuple[str, ...]) -> str:
-        """A name that the page does not have yet. If all are taken, one with a number."""
+    def pick(self, names: list[str] | tuple[str, ...], any_words: float = 0.5) -> str:
+        """A name that the page does not have yet: by a share, of words that no list has. If all are taken, with a
+        number."""
         for _ in range(20):
-            name = self.rng.choice(names)
+            name = (
+                w.title(self.rng, 22) if self.rng.random() < any_words else self.rng.choice(names)
+            )
             if name.lower() not in self.taken:
                 self.taken.add(name.lower())
                 return name
@@ -44,6 +48,8 @@ class Page:
         return f' class="{self.rng.choice(choices)}"' if choices else ""
 
     def phrase(self) -> str:
+        if self.rng.random() < 0.75:
+            return w.title(self.rng)
         return f"{self.rng.choice(ADJECTIVES)} {self.rng.choice(NOUNS)}".capitalize()
 
     def title(self) -> str:
@@ -52,18 +58,26 @@ class Page:
     def value(self, name: str) -> str:
         """What somebody may have typed into a field of this name."""
         r = self.rng
-        first = r.choice(PEOPLE)
-        by_name = {
-            "Email": f"{first.lower()}{r.randint(1, 99)}@example.{r.choice(['com', 'org', 'net'])}",
-            "Password": "•" * r.randint(6, 12),
-            "Phone": f"{r.randint(100, 999)} {r.randint(1000, 9999)}",
-            "Date": f"{r.randint(1, 28):02}/{r.randint(1, 12):02}/20{r.randint(20, 29)}",
-            "Time": f"{r.randint(0, 23):02}:{r.randint(0, 59):02}",
-            "Price": f"{r.randint(1, 300)}.{r.randint(0, 99):02}",
+        known = {
+            "Email": w.email,
+            "Phone": w.phone,
+            "Date": w.date,
+            "Time": w.time,
+            "Price": w.price,
         }
-        if name in (*by_name, *NUMBERS):
-            return by_name.get(name) or str(r.randint(1, 9999))
-        return first if "ame" in name else self.phrase()
+        if name in known:
+            return known[name](r)
+        if name == "Password":
+            return "•" * r.randint(6, 12)
+        if name in ("City", "Country") and r.random() < 0.6:
+            return r.choice(w.PLACES)
+        if name in NUMBERS:
+            return str(r.randint(1, 9999))
+        if "ame" in name and r.random() < 0.7:
+            return r.choice(
+                (r.choice(PEOPLE), w.name(r), w.made_up(r), f"{w.term(r)}_{r.randint(1, 99)}")
+            )
+        return w.value(r, name) if r.random() < 0.7 else self.phrase()
 
     def mark(self, role: str, name: str, **more: str) -> str:
         parts = {"role": role, "name": name, **more}
@@ -80,7 +94,7 @@ def button(page: Page) -> str:
 
 
 def icon_button(page: Page) -> str:
-    name = page.pick(tuple(page.icons))
+    name = page.pick(tuple(page.icons), 0)
     size = page.rng.choice((18, 20, 24, 28, 32))
     picture = page.icons[name].replace("<svg ", f'<svg width="{size}" height="{size}" ', 1)
     return f'<span style="padding:4px" {page.mark("icon", name)}>{picture}</span>'
@@ -93,7 +107,8 @@ def text_field(page: Page) -> str:
     elif page.rng.random() >= 0.5:
         hint = f' placeholder="{html.escape(page.phrase())}"'
     mark = page.mark("input", name, value=value)
-    box = f'<input type=text size=16{page.classes("input")} value="{html.escape(value)}"{hint} {mark}>'
+    wide = page.rng.choice((16, 20, 26, 32))
+    box = f'<input type=text size={wide}{page.classes("input")} value="{html.escape(value)}"{hint} {mark}>'
     side = page.rng.random() < 0.3
     return f"<label>{html.escape(name)}{' ' if side else '<br>'}{box}</label>"
 
@@ -102,7 +117,7 @@ def drop_down(page: Page) -> str:
     name = page.pick(FIELDS)
     values = [page.phrase() for _ in range(3)]
     chosen = page.rng.choice(values)
-    items = "".join(f"<option{' selected' if v == chosen else ''}>{v}" for v in values)
+    items = "".join(f"<option{' selected' if v == chosen else ''}>{html.escape(v)}" for v in values)
     mark = page.mark("select", name, value=chosen)
     return f"<label>{html.escape(name)}<br><select{page.classes('select')} {mark}>{items}</select></label>"
 
@@ -128,25 +143,34 @@ def form(page: Page) -> str:
 
 def heading(page: Page) -> str:
     name = page.phrase()
-    level = page.rng.choice((2, 3, 4))
-    return f"<h{level} {page.mark('heading', name)}>{name}</h{level}>"
+    level = page.rng.choice((1, 1, 2, 3, 4))
+    return f"<h{level} {page.mark('heading', name)}>{html.escape(name)}</h{level}>"
 
 
 def table(page: Page) -> str:
     r = page.rng
-    columns = r.sample(["Item", "Price", "Quantity", "Owner", "Status", "Date"], r.randint(2, 4))
+    known = [
+        "Item",
+        "Price",
+        "Quantity",
+        "Owner",
+        "Status",
+        "Date",
+        *(w.title(r, 12) for _ in range(4)),
+    ]
+    columns = [*dict.fromkeys(r.sample(known, r.randint(2, 4)))]
     body = ""
     for _ in range(r.randint(2, 6)):
         cells, first = "", page.title()
         for k, column in enumerate(columns):
             value = first if k == 0 else {
-                "Item": page.phrase(), "Price": f"{r.randint(1, 99)}.{r.randint(0, 99):02}", "Date": page.value("Date"),
+                "Item": page.phrase(), "Price": f"{r.randint(1, 99)}.{r.randint(0, 99):02}", "Date": w.date(r),
                 "Quantity": str(r.randint(1, 500)), "Owner": r.choice(PEOPLE), "Status": r.choice(STATES),
-            }[column]  # fmt: skip
+            }.get(column) or w.value(r)  # fmt: skip
             mark = page.mark("cell", value, row=first, column=column)
             cells += f"<td {mark}>{html.escape(value)}</td>"
         body += f"<tr>{cells}</tr>"
-    head = "".join(f"<th>{c}</th>" for c in columns)
+    head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
     return f"{heading(page)}<table{page.classes('table')}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -154,8 +178,8 @@ def cards(page: Page) -> str:
     out = ""
     for _ in range(page.rng.randint(2, 4)):
         title = page.title()
-        price = f"{page.rng.choice('$€£')}{page.rng.randint(1, 400)}"
-        inside = f"<b {page.mark('heading', title)}>{title}</b><br>"
+        price = w.price(page.rng) if page.rng.random() < 0.5 else f"${page.rng.randint(0, 400)}"
+        inside = f"<b {page.mark('heading', title)}>{html.escape(title)}</b><br>"
         inside += f"<span {page.mark('cell', price, row=title, column='Price')}>{price}</span><br>{button(page)}"
         out += f'<div{page.classes("card")} style="flex:1;min-width:110px">{inside}</div>'
     return f'<div style="display:flex;gap:10px;flex-wrap:wrap">{out}</div>'
@@ -175,9 +199,17 @@ def toolbar(page: Page) -> str:
 
 def dialog(page: Page) -> str:
     head = heading(page)
-    words = [page.rng.choice(ADJECTIVES + NOUNS) for _ in range(page.rng.randint(4, 10))]
-    body = f"{head}<p>{' '.join(words).capitalize()}.</p>{button(page)} {button(page)}"
+    body = f"{head}{prose(page)}{button(page)} {button(page)}"
     return f'<div style="border:1px solid #8888;border-radius:6px;padding:10px;max-width:340px">{body}</div>'
+
+
+def prose(page: Page) -> str:
+    """Paragraphs that no question names."""
+    texts = [
+        " ".join(page.phrase() for _ in range(page.rng.choice((1, 1, 2))))
+        for _ in range(page.rng.randint(1, 3))
+    ]
+    return "".join(f"<p>{html.escape(text)}</p>" for text in texts)
 
 
 def messages(page: Page) -> str:
@@ -185,19 +217,22 @@ def messages(page: Page) -> str:
     for person in page.rng.sample(PEOPLE, page.rng.randint(2, 5)):
         text = page.phrase()
         mark = page.mark("cell", text, row=person, column="Message")
-        out += f"<div style='margin:4px 0'><b>{person}</b>: <span {mark}>{text}</span></div>"
+        out += f"<div style='margin:4px 0'><b>{person}</b>: <span {mark}>{html.escape(text)}</span></div>"
     return heading(page) + out
 
 
 def navigation(page: Page, upright: bool) -> str:
     names = [page.pick(SECTIONS) for _ in range(page.rng.randint(3, 6))]
-    gap = page.rng.randint(8, 22)
+    gap, banner, ink = page.rng.randint(8, 34), "padding:4px", ""
+    if page.rng.random() < 0.4:
+        banner = f"padding:14px 20px;background:hsl({page.rng.randint(0, 359)} 30% 16%)"
+        ink = f"color:#fff;font-weight:{page.rng.choice((400, 700))};"
     items = "".join(
-        f'<a href="#" style="display:{"block" if upright else "inline-block"};margin:3px {gap}px 3px 0" '
-        f"{page.mark('menu item', n)}>{n}</a>"
+        f'<a href="#" style="display:{"block" if upright else "inline-block"};{ink}margin:3px {gap}px 3px 0" '
+        f"{page.mark('menu item', n)}>{html.escape(n)}</a>"
         for n in names
     )
-    return f"<nav style='display:block;text-align:left;padding:4px'>{items}</nav>"
+    return f"<nav style='display:block;text-align:left;{banner}'>{items}</nav>"
 
 
 BLOCKS = (form, form, table, cards, options, toolbar, dialog, messages)
@@ -208,7 +243,7 @@ def make_page(seed: int, theme: str, icons: dict[str, str], folder: str) -> tupl
     r = random.Random(seed)
     page = Page(r, theme, icons)
     width, height = r.randint(34, 110) * 10, r.randint(30, 76) * 10
-    family, base = r.choice(FONTS), r.choice((13, 14, 15, 16, 16, 18))
+    family, base = r.choice(FONTS), r.choice((13, 14, 15, 16, 16, 18, 20))
     font = f"{folder}/@fontsource/{family}/files/{family}-latin-400-normal.woff2"
     keep = theme in ("98", "xp") or r.random() < 0.15
     own = f"body,button,input,select,td,th{{font-family:F!important}}body{{font-size:{base}px}}" * (
@@ -220,12 +255,17 @@ def make_page(seed: int, theme: str, icons: dict[str, str], folder: str) -> tupl
         own += f"body{{background:hsl({hue} 30% {back});color:hsl({hue} 20% {ink})}}"
         if r.random() < 0.5:
             own += f"button{{background:hsl({r.randint(0, 359)} 60% 40%);color:#fff}}"
-    upright = width > 520 and r.random() < 0.35
+    card = r.random() < 0.35  # a panel in the middle of the page, as forms have
+    upright = not card and width > 520 and r.random() < 0.35
     count = 1 + (height > 420) + (width > 700) * (r.random() < 0.6)
-    blocks = [r.choice(BLOCKS)(page) for _ in range(count)]
-    columns = 2 if width > 700 and r.random() < 0.5 and not upright else 1
+    blocks = [r.choice(BLOCKS)(page) for _ in range(1 if card else count)]
+    blocks = [block + (prose(page) if r.random() < 0.15 else "") for block in blocks]
+    columns = 2 if width > 700 and r.random() < 0.5 and not upright and not card else 1
     section = '<section style="break-inside:avoid;margin:8px 0;text-align:left">'
-    main = f'<div style="columns:{columns};column-gap:24px">'
+    panel = f"background:hsl({r.randint(0, 359)} 20% 99%);color:#1d2733;border-radius:{r.choice((0, 6, 12))}px;"
+    panel += f"box-shadow:0 2px 12px #0003;padding:{r.randint(10, 34)}px;margin:20px auto;"
+    panel += f"max-width:{r.randint(300, 640)}px"
+    main = f'<div style="columns:{columns};column-gap:24px;{panel if card else ""}">'
     main += "".join(f"{section}{block}</section>" for block in blocks)
     menu = navigation(page, upright) if r.random() < 0.7 else ""
     sheet = f'<link rel=stylesheet href="{folder}/{THEMES[theme]}">' if THEMES[theme] else ""
@@ -233,6 +273,6 @@ def make_page(seed: int, theme: str, icons: dict[str, str], folder: str) -> tupl
         f"<div style='display:{'flex' if upright else 'block'};gap:20px'>{menu}{main}</div></div>"
     )
     style = f"@font-face{{font-family:F;src:url({font})}}"
-    style += f"body{{margin:0;padding:{r.randint(4, 20)}px;max-width:none}}{own}"
+    style += f"*{{text-transform:none!important}}body{{margin:0;padding:{r.randint(4, 20)}px;max-width:none}}{own}"
     text = f"<!doctype html><meta charset=utf-8>{sheet}<style>{style}</style><body>{body}"
     return text, width, height

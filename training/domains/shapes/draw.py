@@ -246,7 +246,7 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
         asks.append(Ask("caption", f"shapes caption {length}", length, _caption(scene, length)))
     asks += _questions(rng, scene, few, held)
     asks += filter(None, (_segment(rng, scene) for _ in range(2)))
-    missing = _missing(rng, scene) if rng.random() < 0.5 else None
-    asks.append(missing or (off_topic(rng) if rng.random() < 0.5 else absent_object(rng)))
+    missing = _missing(rng, scene) if rng.random() < 0.6 else None
+    asks.append(missing or (off_topic(rng) if rng.random() < 0.4 else absent_object(rng)))
     marks = [Mark(s.box, SHAPES[s.kind], COLOURS[s.colour]) for s in scene.shapes]
     return Picture(pixels, asks, marks)

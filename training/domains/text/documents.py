@@ -73,7 +73,8 @@ def sign(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     ink = ink_for(rng, panel, 110)
     edge = ink if rng.random() < 0.3 else None
     page.pen.rounded_rectangle((x, y, x + pw, y + ph), corner, panel, edge, 2)
-    texts = [w.phrase(rng, rng.choice((1, 1, 2))) for _ in range(rng.randint(1, 3))]
+    texts = [w.title(rng) if rng.random() < 0.5 else w.phrase(rng, rng.choice((1, 1, 2)))
+             for _ in range(rng.randint(1, 3))]  # fmt: skip
     if rng.random() < 0.4:
         texts = [t.upper() for t in texts]
     size = min(fit(t, font, int(ph / (1.3 * len(texts) + 0.4)), 0.9 * pw) for t in texts)
@@ -109,12 +110,14 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
     items = min(rng.randint(1, 8), rows - 5)
     if items < 1:
         return sign(rng, width, height, held)
-    goods = rng.sample(w.GOODS, items)
+    names = [*rng.sample(w.GOODS, items), *(w.title(rng, 18) for _ in range(items))]
+    goods = [*dict.fromkeys(rng.sample(names, items) if rng.random() < 0.8 else names[:items])]
     sign_of_money = rng.choice(("", "", "$", "£", "€"))
     cents = [rng.randint(50, 4000) for _ in goods]
+    extra = [rng.randint(50, 4000) for _ in range(4)]
     total = sum(cents)
-    money = [f"{sign_of_money}{c / 100:.2f}" for c in (*cents, total)]
-    shop = f"{rng.choice(w.dictionary()).capitalize()} {rng.choice(w.SHOPS)}"
+    money = [f"{sign_of_money}{c / 100:.2f}" for c in (*cents, total, *extra)]
+    shop = f"{w.title(rng, 14)} {rng.choice(w.SHOPS)}" if rng.random() < 0.5 else w.title(rng)
     when, clock = w.date(rng), w.time(rng)
     word = rng.choice(("Total", "TOTAL", "Total due", "SUM", "Amount"))
     rows_wide = [width_of(a + b, font, size) for a, b in zip(goods, money, strict=False)]
@@ -128,33 +131,47 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
     y = 1.6 * size
     shop_size = fit(shop, font, round(size * rng.uniform(1, 1.4)), wide)
     page.put(left + (wide - width_of(shop, font, shop_size)) / 2, y, shop, font, shop_size, ink)
-    pairs = [(when, clock), *zip(goods, money, strict=False), (word, money[-1])]
+    spare, n = rows - 4 - len(goods), str(rng.choice((5, 7, 10, 19, 20)))
+    more = iter([True] * min(spare, rng.choice((0, 1, 2, 3, 5, 6))))
+    sums = (w.BEFORE_TOTAL, money[-4:-2]), (w.AFTER_TOTAL, money[-2:])
+    before, after = (
+        [(a.format(n=n), b) for a, b in zip(rng.sample(names, 2), have, strict=True) if next(more, False)]
+        for names, have in sums
+    )  # fmt: skip
+    pairs = [(when, clock), *zip(goods, money, strict=False), *before, (word, money[len(goods)])]
+    street = f"{rng.randint(1, 200)} {w.term(rng).capitalize()} {rng.choice(w.STREETS)}"
+    pairs = [*([(street, "")] if next(more, False) else ()), *pairs, *after]
+    thanks = rng.choice(w.THANKS).format(a=w.made_up(rng), n=rng.randint(1, 9999))
+    pairs += [(thanks, "")] if next(more, False) else []
     if any(width_of(a + "  " + b, font, size) > wide for a, b in pairs):
         size = min(fit(a + "  " + b, font, size, wide) for a, b in pairs)
     _rows(page, pairs, left, left + wide, y + 1.2 * step, step, font, size, ink, False)
-    k = rng.randrange(items)
-    asks = [read(rng, "text receipt total", WAYS["receipt total"], money[-1])]
+    if rng.random() < 0.5:
+        for above in goods[0], (before or [(word, "")])[0][0]:  # rules above items and sums
+            at = y + (1.2 + [a for a, _ in pairs].index(above) - 0.75) * step
+            for x in range(round(left), round(left + wide) - 6, rng.choice((6, 9))):
+                page.pen.line((x, at, x + 5, at), ink)
+    k = rng.randrange(len(goods))
+    asks = [read(rng, "text receipt total", WAYS["receipt total"], money[len(goods)])]
+    asks += [read(rng, "text value", WAYS["value"], b, k=a) for a, b in (before + after)[:1]]
     bought = rng.choice((goods[k], goods[k].lower()))
     asks.append(read(rng, "text receipt price", WAYS["receipt price"], money[k], k=bought))
     asks.append(read(rng, "text receipt shop", WAYS["receipt shop"], shop))
     asks.append(read(rng, "text receipt date", WAYS["receipt date"], when))
     asks.append(read(rng, "text receipt time", WAYS["receipt time"], clock))
-    asks.append(tell(rng, "text receipt count", WAYS["receipt count"], str(items)))
+    asks.append(tell(rng, "text receipt count", WAYS["receipt count"], str(len(goods))))
     asks.append(_missing(rng, WAYS["receipt price"], w.GOODS, goods))
-    return page, rng.sample(asks, 4)
+    return page, rng.sample(asks, 4 if held else 6)
 
 
 def _missing(rng: random.Random, ways: str, every: Sequence[str], have: Sequence[str]) -> Ask:
     """A question about what the page hasn't got, in the same words as about what it has."""
-    name = rng.choice([each for each in every if each not in have])
+    there = {word for each in have for word in each.lower().split()}
+    names = [rng.choice(every), w.term(rng), w.title(rng, 16)]
+    names = [each for each in names if not there & {*each.lower().split()}]
+    name = rng.choice(names or [w.made_up(rng)])
     said = rng.choice((name, name.lower()))
     return tell(rng, "absent", ways, f"There is no {name.lower()}.", k=said)
-
-
-def _value(rng: random.Random, key: str) -> str:
-    if "date" in key.lower():
-        return w.date(rng)
-    return rng.choice((w.number, w.price, w.code, w.word, w.name, w.time))(rng)
 
 
 def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
@@ -164,8 +181,9 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     font, size = draw_font(rng, held), draw_font_size(rng, width, height, 30)
     step = size * rng.uniform(1.3, 2.0)
     count = min(rng.randint(2, 8), int(height * 0.95 / step))
-    keys = rng.sample(w.KEYS, max(1, count))
-    values = [_value(rng, key) for key in keys]
+    named = [*w.KEYS, *(w.title(rng, 18) for _ in w.KEYS)]
+    keys = [*dict.fromkeys(rng.sample(named, max(1, count)))]
+    values = [w.value(rng, key) for key in keys]
     colon = rng.choice((":", ":", ""))
     left = rng.uniform(0.02, 0.15) * width
     beside = rng.random() < 0.6
@@ -190,9 +208,10 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
     page, ink = Page(image), ink_for(rng, ground, 110)
     font, size = draw_font(rng, held), draw_font_size(rng, width, height, 24)
     columns, rows = rng.randint(2, 5), rng.randint(2, 7)
-    heads = [rng.choice(w.dictionary()).capitalize() for _ in range(columns)]
-    names = [rng.choice(w.dictionary()).capitalize() for _ in range(rows)]
-    kinds = [rng.choice((w.number, w.price, w.word, w.time)) for _ in range(columns)]
+    heads = [w.title(rng, 11) for _ in range(columns)]
+    names = [w.title(rng, 14) for _ in range(rows)]
+    makers = w.number, w.price, w.word, w.time, w.date, w.value
+    kinds = rng.choices(makers, k=columns)
     cells = [[name, *(kind(rng) for kind in kinds[1:])] for name in names]
     step = min(size * rng.uniform(1.4, 2.2), (height - 4) / (rows + 1))
     written = zip(heads, *cells, strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 from training.domains.phrasing import absent_object, off_topic, read, tell
 from training.domains.picture import Ask, Mark, Picture, centre, find, in_order
 from training.domains.text import words as w
-from training.domains.text.documents import KINDS, form, table
+from training.domains.text.documents import KINDS, form, receipt, table
 from training.domains.text.page import Line, Page, Word
 from training.scenes.phrases import WAYS
 
@@ -49,8 +49,13 @@ def _plain(word: Word) -> str:
 
 
 def _find(rng: random.Random, page: Page, words: list[Word], skill: str) -> Ask:
-    text = w.word(rng) if rng.random() < 0.25 else _plain(rng.choice(words))
-    found = [word.box for word in words if _plain(word).lower() == text.lower()]
+    whole = [line for line in page.lines if 1 < len(line.words) < 5]
+    if whole and rng.random() < 0.3:
+        text = rng.choice(whole).text
+        found = [line.box for line in whole if line.text == text]
+    else:
+        text = w.word(rng) if rng.random() < 0.25 else _plain(rng.choice(words))
+        found = [word.box for word in words if _plain(word).lower() == text.lower()]
     ways = (text, f'"{text}"', f'the word "{text}"', f"the text {text}", f'the text "{text}"')
     kind = f"text {skill}" if found else "absent"
     return find(skill, kind, rng.choice(ways), in_order(found, page.size[0], centre))
@@ -107,8 +112,8 @@ def draw(rng: random.Random, width: int, height: int, held: bool) -> Picture:
     kinds, weights = zip(*KINDS, strict=True)
     for _ in range(10):
         drawn = rng.choices(kinds, weights)[0]
-        if not held and rng.random() < 0.2:
-            drawn = rng.choice((form, table, table))  # screens need the same
+        if not held and rng.random() < 0.3:
+            drawn = rng.choice((form, table, table, receipt, receipt))  # screens need the same
         page, special = drawn(rng, width, height, held)
         small = min((line.size for line in page.lines), default=0) < READABLE
         if small and not held and rng.random() < 0.5:
