@@ -13,11 +13,8 @@ from training.domains.picture import Ask, Box, Picture, Pixels, Point, centre, i
 
 TURNED, MOST_TURN = 0.1, 6.0  # share of the pictures that are turned; degrees
 _HOLLOW = ("icons", "emoji")  # of which the box of what is turned isn't known
-_LISTS = (
-    "icons caption",
-    "photo caption",
-    "emoji caption",
-)  # tell things in the order of their places
+# These tell things in the order of their places.
+_LISTS = ("icons caption", "photo caption", "emoji caption")
 
 
 def compress(rng: random.Random, pixels: Pixels) -> Pixels:

@@ -1,6 +1,6 @@
-"""Greedy answers of the engine, scored by kind of request; the figures after a slice, and its worst pictures.
+"""Greedy answers of the engine, scored by kind of request; the figures after a slice.
 
-python -m training.judging training/resume OUT --each 24      # figures.json and gallery.png; 30 minutes on two cores
+python -m training.judging training/resume OUT --each 24      # figures.json and answers.txt; 30 minutes on two cores
 """
 
 import argparse
@@ -12,15 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import numpy as np
-from PIL import Image, ImageDraw
-
 from kestrel_client.commands.evaluation import answers
-from kestrel_client.commands.evaluation.place_metrics import edges_of, to_pixels
 from kestrel_client.commands.evaluation.records import Record
 from kestrel_client.commands.evaluation.sets.drawn import read_truth
 from kestrel_engine import InCrops, InferenceEngine, RuntimeConfig
-from training.domains.picture import Ask, Box, Picture, Point
+from training.domains.picture import Ask, Picture
 from training.held_out import ASKS, BARS, held_out, held_out_more, request_of
 from training.kestrel_small import export
 from training.learning import checkpoints
@@ -48,18 +44,6 @@ async def answer(
     else:
         result = await getattr(engine, ask.skill)(image, ask.text, settings=settings)
     return result.output
-
-
-def points_in(output: Output, width: int, height: int) -> list[Point]:
-    return [(p["x"] * width, p["y"] * height) for p in output.get("points", ())]
-
-
-def boxes_in(output: Output, width: int, height: int) -> list[Box]:
-    found = [
-        *output.get("objects", ()),
-        *(s["bbox"] for s in output.get("segments", ()) if s.get("bbox")),
-    ]
-    return [to_pixels(edges_of(box), (width, height)) for box in found]
 
 
 def text_of(output: Output) -> str:
@@ -159,46 +143,10 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def gallery(judged: Sequence[Judged], count: int = 20) -> Image.Image:
-    """The worst replies, one a picture, domains in turn: truth in green, the model in red."""
-    worst: dict[int, Judged] = {}
-    by_group: dict[str, list[Judged]] = defaultdict(list)
-    for one in sorted(judged, key=lambda j: j.share):
-        if worst.setdefault(id(one.picture), one) is one:
-            by_group[one.group].append(one)
-    chosen = [one for group in by_group.values() for one in group[: count // len(by_group)]]
-    side, text = 360, 62
-    sheet = Image.new("RGB", (5 * side, -(-len(chosen) // 5) * (side + text)), (60, 60, 60))
-    pen = ImageDraw.Draw(sheet)
-    for number, one in enumerate(chosen):
-        height, width = one.picture.pixels.shape[:2]
-        image = Image.fromarray(np.array(one.picture.pixels))
-        draw = ImageDraw.Draw(image)
-        for box in one.ask.boxes:
-            draw.rectangle(box, outline=(0, 180, 0))
-        boxes = boxes_in(one.output, width, height)
-        points = points_in(one.output, width, height)
-        for x0, y0, x1, y1 in boxes:
-            draw.rectangle((x0, y0, max(x0, x1), max(y0, y1)), outline=(255, 0, 0))
-        for x, y in points:
-            draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill=(255, 0, 0))
-        image.thumbnail((side - 4, side - 4))
-        x, y = number % 5 * side, number // 5 * (side + text)
-        sheet.paste(image, (x + 2, y + 2))
-        said = text_of(one.output) or f"{len(boxes) + len(points)} found"
-        lines = (
-            f"{one.ask.kind} {one.share:.2f}: {one.ask.text}", f"true: {one.ask.answer!r}", f"said: {said!r}"
-        )  # fmt: skip
-        for i, line in enumerate(lines):
-            line = line.encode("ascii", "replace").decode()[:58]
-            pen.text((x + 3, y + side + 2 + 19 * i), line, (255, 255, 255))
-    return sheet
-
-
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("model", type=Path, help="checkpoint pieces, or a model that the engine loads")
-    p.add_argument("out", type=Path, help="folder for figures.json, answers.txt and gallery.png")
+    p.add_argument("out", type=Path, help="folder for figures.json and answers.txt")
     p.add_argument("--each", type=int, default=20, help="pictures of a domain")
     p.add_argument("--domains", nargs="+", default=list(DOMAINS))
     p.add_argument("--device", default="cpu")
@@ -221,7 +169,6 @@ def main() -> None:
         for j in judged
     )
     (given.out / "answers.txt").write_text("\n".join(said), encoding="utf-8")
-    gallery(judged).save(given.out / "gallery.png")
 
 
 if __name__ == "__main__":

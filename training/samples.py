@@ -42,15 +42,7 @@ RECEIPT = """body{margin:0;background:BACK} .p{position:absolute;left:50px;top:3
 background:#fbfaf6;color:#222;font:19px/1.5 FONT;transform:rotate(TURNdeg);box-shadow:0 6px 18px #0007}
 .c{text-align:center} .r{display:flex;justify-content:space-between} .l{border-top:2px dashed #777;margin:8px 0}
 .t{font-weight:700;font-size:22px} h1{font-size:26px;margin:0}"""
-MONO = (
-    "roboto-mono",
-    "victor-mono",
-    "spline-sans-mono",
-    "fira-mono",
-    "geist-mono",
-    "overpass-mono",
-    "cabin",
-)
+MONO = "roboto-mono victor-mono spline-sans-mono fira-mono geist-mono overpass-mono cabin".split()
 TAGS = {
     "field": "<label>{0}<br><input type=text data-w='{0}' value='{1}'></label>",
     "password": "<label>{0}<br><input type=password data-w='{0}' value='{1}'></label>",
@@ -77,9 +69,8 @@ def face(font: str, folder: Path) -> str:
         for weight in (400, 700):
             file = folder / f"{font}-{weight}.ttf"
             file.write_bytes(archive.read(f"held/{font}-{weight}-normal.ttf"))
-            rules.append(
-                f"@font-face{{font-family:{font};src:url({file.as_uri()});font-weight:{weight}}}"
-            )
+            source = f"src:url({file.as_uri()});font-weight:{weight}"
+            rules.append(f"@font-face{{font-family:{font};{source}}}")
     return "".join(rules)
 
 
@@ -108,20 +99,14 @@ def receipt(rng: random.Random, given: dict[str, Any], page: Page, folder: Path)
     prices = [f"{money}{c / 100:.2f}" for c in cents]
     rows = [*zip(goods, prices, strict=True)]
     date = rng.choice(("14/03/2026", "2026-05-22", "9 June 2026", "Aug 17, 2026"))
-    taxed = [
-        ("Subtotal", f"{money}{sum(cents) / 100:.2f}"),
-        (f"VAT {rate}%", f"{money}{tax / 100:.2f}"),
-    ]
+    untaxed = f"{money}{sum(cents) / 100:.2f}"
+    taxed = [("Subtotal", untaxed), (f"VAT {rate}%", f"{money}{tax / 100:.2f}")]
     line = "<div class='r {}'><span data-w='{}'>{}</span><span>{}</span></div>"
     body = [line.format("", a, a, b) for a, b in rows] + ["<div class=l></div>"]
     body += [line.format("", a, a, b) for a, b in (taxed if rate else ())]
     body += [line.format("t", "Total", "Total", total), line.format("", "Card", "Card", total)]
-    style = filled(
-        RECEIPT,
-        FONT=font,
-        TURN=round(rng.uniform(-2, 2), 2),
-        BACK=rng.choice(("#8a6f55", "#5d6a72", "#3f4a44", "#c9cdd2")),
-    )
+    turn, back = rng.uniform(-2, 2), rng.choice(("#8a6f55", "#5d6a72", "#3f4a44", "#c9cdd2"))
+    style = filled(RECEIPT, FONT=font, TURN=round(turn, 2), BACK=back)
     head = f"<h1 class=c>{given['shop']}</h1><div class=c>{given['street']}</div>"
     dated = line.format("", "date", date, f"{rng.randint(7, 21):02}:{rng.randint(0, 59):02}")
     page.set_viewport_size({"width": 540, "height": 760})
@@ -155,15 +140,13 @@ def screen(rng: random.Random, given: dict[str, Any], page: Page, folder: Path) 
     style = filled(STYLE, FONT=given["font"], COLOUR=given["colour"], BACK="#15181d" if dark else "#eef1f5",
                    INK="#e8eaed" if dark else "#1d2733", CARD="#23272e" if dark else "#fff")  # fmt: skip
     page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
-    image, boxes = shown(
-        page, folder, f"<style>{face(given['font'], folder)}{style}</style>{body}", ".card"
-    )
+    html = f"<style>{face(given['font'], folder)}{style}</style>{body}"
+    image, boxes = shown(page, folder, html, ".card")
     asks = []
     for skill, kind, text, right in given["asks"]:
-        places = () if isinstance(right, str) else tuple(boxes[name] for name in right)
-        asks.append(
-            Ask(skill, f"screen {kind}", text, right if isinstance(right, str) else "", places)
-        )
+        answer, names = (right, []) if isinstance(right, str) else ("", right)
+        places = tuple(boxes[name] for name in names)
+        asks.append(Ask(skill, f"screen {kind}", text, answer, places))
     return image, asks
 
 
@@ -212,20 +195,15 @@ def _vega(t: dict[str, Any], font: str, numbers: bool) -> str:
         mark = {"type": "arc", "outerRadius": 200}
     else:
         channels = {"x": {**named, "axis": {"labelAngle": 0}}, "y": value}
-        mark = (
-            {"type": kind, "point": True, "strokeWidth": 3} if kind == "line" else {"type": "bar"}
-        )
+        line = {"type": kind, "point": True, "strokeWidth": 3}
+        mark = line if kind == "line" else {"type": "bar"}
     if several:
         channels["color"] = {"field": "s", "type": "nominal", "title": None}
     layers = [{"mark": mark, "encoding": channels}]
     if numbers:
         text = {"radius": 230} if kind == "pie" else {"dy": -12}
-        layers.append(
-            {
-                "mark": {"type": "text", "fontSize": 18, **text},
-                "encoding": {**channels, "text": {"field": "v"}},
-            }
-        )
+        written = {**channels, "text": {"field": "v"}}
+        layers.append({"mark": {"type": "text", "fontSize": 18, **text}, "encoding": written})
     spec = {"$schema": "https://vega.github.io/schema/vega-lite/v5.json", "height": 480,
             "width": 660 if several or kind == "pie" else 740, "layer": layers, "data": {"values": rows},
             "title": {"text": t["title"], "fontSize": 26},
@@ -235,11 +213,8 @@ def _vega(t: dict[str, Any], font: str, numbers: bool) -> str:
 
 def chart(rng: random.Random, given: dict[str, Any], page: Page, folder: Path) -> Found:
     font, numbers = rng.choice(("hind", "roboto", "cabin", "asap", "mulish")), rng.random() < 0.5
-    library = (
-        "vega"
-        if given["kind"] != "barh" and len(given["series"]) == 1 and rng.random() < 0.5
-        else "plotly"
-    )
+    single = given["kind"] != "barh" and len(given["series"]) == 1
+    library = "vega" if single and rng.random() < 0.5 else "plotly"
     drawing = (_vega if library == "vega" else _plotly)(given, font, numbers)
     scripts = "".join(
         f"<script src='{(folder / s).as_uri()}'></script>" for s in LIBRARIES[library]
@@ -260,18 +235,9 @@ def _about_chart(rng: random.Random, t: dict[str, Any], numbers: bool) -> Iterat
     for k in rng.sample(range(len(labels)), 2) if kind != "pie" or numbers else ():
         of_what = f"{name} for {labels[k]}" if several else labels[k]
         yield Ask("query", "charts value", f"What is the value of {of_what}?", f"{values[k]:g}")
-    yield Ask(
-        "query",
-        "chart extreme",
-        f"Which one has the highest value{of}?",
-        labels[values.index(max(values))],
-    )
-    yield Ask(
-        "query",
-        "chart extreme",
-        f"Which one has the lowest value{of}?",
-        labels[values.index(min(values))],
-    )
+    for end, value in (("highest", max(values)), ("lowest", min(values))):
+        text = f"Which one has the {end} value{of}?"
+        yield Ask("query", "chart extreme", text, labels[values.index(value)])
     if kind != "line":
         parts = "slices" if kind == "pie" else "bars"
         count = len(labels) * len(t["series"])
@@ -285,11 +251,8 @@ def icons(rng: random.Random) -> Found:
     drawn = icon_masks(True)
     columns, rows, side = rng.choice(((5, 4, 84), (4, 3, 110), (6, 4, 72), (5, 3, 96)))
     ground = rng.choice(("#ffffff", "#f4f1ea", "#e9f0f7", "#1e2430"))
-    inks = (
-        ("#ffd166", "#7bdff2", "#f7aef8")
-        if ground == "#1e2430"
-        else ("#c0392b", "#1f8f5f", "#2457d6", "#7b3fb5")
-    )
+    inks = "#c0392b #1f8f5f #2457d6 #7b3fb5".split()
+    inks = "#ffd166 #7bdff2 #f7aef8".split() if ground == "#1e2430" else inks
     image = Image.new("RGB", (WIDTH, HEIGHT), ground)
     often, *others = rng.sample(sorted(drawn), 1 + columns * rows)
     times = rng.randint(2, 4)
@@ -302,12 +265,8 @@ def icons(rng: random.Random) -> Found:
         y = round((i // columns + 0.5) * HEIGHT / rows - side / 2)
         mask = Image.fromarray(drawn[name][0]).resize((side, side), Image.Resampling.LANCZOS)
         image.paste(rng.choice(inks), (x, y), mask)
-        left, top, right, low = mask.point(lambda v: 255 if v > 60 else 0).getbbox() or (
-            0,
-            0,
-            side,
-            side,
-        )
+        ink = mask.point(lambda v: 255 if v > 60 else 0).getbbox()
+        left, top, right, low = ink or (0, 0, side, side)
         boxes.append((x + left, y + top, x + right, y + low))
 
     def places(name: str) -> tuple[Box, ...]:
@@ -337,9 +296,7 @@ def row_of(file: Path, image: Image.Image, asks: Sequence[Ask]) -> str:
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("folder", type=Path)
-    p.add_argument(
-        "--modules", type=Path, required=True, help="folder of node_modules with plotly and vega"
-    )
+    p.add_argument("--modules", type=Path, required=True, help="node_modules with plotly and vega")
     p.add_argument("--chromium", default="/usr/bin/chromium")
     given = p.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -349,9 +306,8 @@ def main() -> None:
         page = play.chromium.launch(executable_path=given.chromium, args=FLAGS).new_page()
         for name, draw in (("receipt", receipt), ("chart", chart), ("screen", screen)):
             for number, content in enumerate(contents[name]):
-                found = draw(
-                    random.Random(f"{name} {number}"), content, page, given.modules.resolve()
-                )
+                rng = random.Random(f"{name} {number}")
+                found = draw(rng, content, page, given.modules.resolve())
                 rows.append(row_of(given.folder / f"{name}{number}.png", *found))
     for number in range(10):
         found = icons(random.Random(f"icons {number}"))

@@ -112,11 +112,8 @@ def _vertices(shape: str, dense: bool) -> Points:
 
 
 _ANCHORS = {
-    "triangle": (0, 0.2),
-    "heart": (0, -0.05),
-    "crescent": (-0.65, 0),
-    "semicircle": (0, 0.02),
-}
+    "triangle": (0, 0.2), "heart": (0, -0.05), "crescent": (-0.65, 0), "semicircle": (0, 0.02),
+}  # fmt: skip
 
 
 def polygon_area(points: Array) -> float:

@@ -36,10 +36,8 @@ HELD_OUT = frozenset(
 
 # Words a user may say instead; (singular, plural).
 SYNONYMS: dict[str, tuple[str, str]] = {
-    "cross": ("plus sign", "plus signs"),
-    "crescent": ("moon", "moons"),
-    "semicircle": ("half circle", "half circles"),
-}
+    "cross": ("plus sign", "plus signs"), "crescent": ("moon", "moons"), "semicircle": ("half circle", "half circles"),
+}  # fmt: skip
 ANY_NOUNS = tuple((noun, noun + "s") for noun in ("shape", "object", "thing", "figure"))
 
 # Things that are never in an image; asking for one must give nothing.

@@ -22,20 +22,9 @@ def _labels(r: random.Random) -> list[str]:
         most = r.choice((8, 10, 14))
         return [*dict.fromkeys(w.title(r, most) for _ in range(8))]
     month = r.choice(w.MONTHS)
-    form = r.choice(
-        (
-            f"{month[:3]} {{}}",
-            f"{{}} {month}",
-            "{:02}:00",
-            "Week {}",
-            "Day {}",
-            "{}",
-            f"20{r.randint(10, 29)}-{{:02}}",
-        )
-    )
-    return (
-        [form.format(first + k) for k in range(8)] if u < 0.9 else [w.made_up(r) for _ in range(8)]
-    )
+    dated = f"{month[:3]} {{}}", f"{{}} {month}", f"20{r.randint(10, 29)}-{{:02}}"
+    form = r.choice((*dated, "{:02}:00", "Week {}", "Day {}", "{}"))
+    return [form.format(first + k) if u < 0.9 else w.made_up(r) for k in range(8)]
 
 
 def make_table(r: random.Random) -> dict[str, Any]:
@@ -55,11 +44,8 @@ def make_table(r: random.Random) -> dict[str, Any]:
     start = r.randint(0, len(group) - count)
     labels = group[start : start + count] if ordered else r.sample(group, count)
     many = 1 if kind == "pie" else r.choice((1, 1, 1, 2, 2, 3))
-    named = (
-        PLACES
-        if r.random() < 0.4
-        else [str(r.randint(1990, 2030)), *(w.title(r, 12) for _ in range(5))]
-    )
+    named = [str(r.randint(1990, 2030)), *(w.title(r, 12) for _ in range(5))]
+    named = [*PLACES] if r.random() < 0.4 else named
     names = r.sample([*dict.fromkeys(n for n in named if n not in labels)], many)
     measure = r.choice(MEASURES)
     scale = 10 ** r.choice((1, 1, 2, 2, 3, 4))
@@ -77,41 +63,19 @@ def make_table(r: random.Random) -> dict[str, Any]:
         series.append({"name": name if many > 1 else measure, "values": values})
     unit, highest = UNITS.get(measure, ""), max(v for s in series for v in s["values"])
     titles = w.title(r, 30), w.title(r), f"{measure} of {w.term(r)}", f"{measure} by {w.term(r)}"
-    place = r.choice(
-        (
-            "",
-            f" in {r.choice(w.PLACES)}",
-            f" in {r.randint(1990, 2026)}",
-            " by group",
-            " per item",
-            " (total)",
-        )
-    )
+    where = f" in {r.choice(w.PLACES)}", f" in {r.randint(1990, 2026)}"
+    titles = titles if r.random() < 0.75 else (measure, *(measure + each for each in where))
     width, height = r.randint(38, 90) * 10, r.randint(28, 62) * 10
     return {
         "kind": kind,
-        "title": r.choice(titles if r.random() < 0.75 else (measure + place,))
-        * (r.random() < 0.88),
+        "title": r.choice(titles) if r.random() < 0.88 else "",
         "label_axis": r.choice(("", "", "Group", "Period", "Name", w.title(r, 16))),
         "value_axis": f"{measure} ({unit})" if unit else r.choice(("", measure)),
-        "labels": labels,
-        "series": series,
-        "width": width,
-        "height": height,
+        "labels": labels, "series": series, "width": width, "height": height,
         "colours": r.sample(p := r.choice(PALETTES).split(), len(p)),
-        "numbers": r.random() < 0.4,
-        "lying": kind == "bar" and r.random() < 0.3,
-        "smooth": r.random() < 0.25,
-        "hole": r.random() < 0.35,
-        "left": r.random() < 0.4,
-        "dark": r.random() < 0.12,
-        "font": r.choice(FONTS),
-        "form": r.choice(
-            ("", "", "", ",", "k" if scale >= 1000 and highest >= 1000 else "", "%", "$")
-        ),
-        "ticks": r.randint(3, 16),
-        "grid": r.random() < 0.6,
-        "gap": r.choice((0.05, 0.1, 0.2, 0.3, 0.5)),
-        "head": r.uniform(1, 1.7),
-        "size": round(r.uniform(11, 18) * max(1, width / 640)),
-    }
+        "numbers": r.random() < 0.4, "lying": kind == "bar" and r.random() < 0.3, "smooth": r.random() < 0.25,
+        "hole": r.random() < 0.35, "left": r.random() < 0.4, "dark": r.random() < 0.12, "font": r.choice(FONTS),
+        "form": r.choice(("", "", "", ",", "k" if highest >= 1000 else "", "%", "$")),
+        "ticks": r.randint(3, 16), "grid": r.random() < 0.6, "gap": r.choice((0.05, 0.1, 0.2, 0.3, 0.5)),
+        "head": r.uniform(1, 1.7), "size": round(r.uniform(11, 18) * max(1, width / 640)),
+    }  # fmt: skip

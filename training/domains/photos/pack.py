@@ -27,13 +27,8 @@ OTHERS = ("Animals & Nature", "Food & Drink", "Activities", "Objects", "Travel &
 SIDE, EMOJI_SIDE = 136, 72
 # Photographs of a folder: to train with, and for the figures.
 MOST = {
-    "produce": (48, 5),
-    "cartons": (32, 5),
-    "clothes": (280, 20),
-    "cards": (32, 8),
-    "others": (20, 20),
-    "things": (48, 0),
-}
+    "produce": (48, 5), "cartons": (32, 5), "clothes": (280, 20), "cards": (32, 8), "others": (20, 20), "things": (48, 0),
+}  # fmt: skip
 Edges = tuple[int, int, int, int]
 Found = tuple[str, bool, Path, Edges | None]  # folder, held, file, box
 
@@ -98,13 +93,8 @@ def make_photos(clones: Path, out: Path) -> None:
     """photos.zip and held/photos.zip. clones: the folder of the repositories, each by its own name."""
     names, _ = photographs()
     found: dict[tuple[str, bool], list[Found]] = {}
-    readers = {
-        GROCERY: _groceries,
-        CLOTHING: _clothes,
-        CARDS: _cards,
-        SAMPLES: _samples,
-        ".": _others,
-    }
+    readers = {GROCERY: _groceries, CLOTHING: _clothes, CARDS: _cards, SAMPLES: _samples}
+    readers["."] = _others
     for repository, reader in readers.items():
         for one in reader(clones / repository):
             if one[0] in names and one[2].exists():

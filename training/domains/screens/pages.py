@@ -35,9 +35,8 @@ class Page:
         """A name that the page does not have yet: by a share, of words that no list has. If all are taken, with a
         number."""
         for _ in range(20):
-            name = (
-                w.title(self.rng, 22) if self.rng.random() < any_words else self.rng.choice(names)
-            )
+            own = self.rng.random() < any_words
+            name = w.title(self.rng, 22) if own else self.rng.choice(names)
             if name.lower() not in self.taken:
                 self.taken.add(name.lower())
                 return name
@@ -58,25 +57,15 @@ class Page:
     def value(self, name: str) -> str:
         """What somebody may have typed into a field of this name."""
         r = self.rng
-        known = {
-            "Email": w.email,
-            "Phone": w.phone,
-            "Date": w.date,
-            "Time": w.time,
-            "Price": w.price,
-        }
+        known = {"Email": w.email, "Phone": w.phone, "Date": w.date, "Time": w.time}
         if name in known:
             return known[name](r)
         if name == "Password":
             return "•" * r.randint(6, 12)
-        if name in ("City", "Country") and r.random() < 0.6:
-            return r.choice(w.PLACES)
         if name in NUMBERS:
             return str(r.randint(1, 9999))
         if "ame" in name and r.random() < 0.7:
-            return r.choice(
-                (r.choice(PEOPLE), w.name(r), w.made_up(r), f"{w.term(r)}_{r.randint(1, 99)}")
-            )
+            return r.choice((r.choice(PEOPLE), w.name(r), f"{w.term(r)}_{r.randint(1, 99)}"))
         return w.value(r, name) if r.random() < 0.7 else self.phrase()
 
     def mark(self, role: str, name: str, **more: str) -> str:
@@ -149,15 +138,7 @@ def heading(page: Page) -> str:
 
 def table(page: Page) -> str:
     r = page.rng
-    known = [
-        "Item",
-        "Price",
-        "Quantity",
-        "Owner",
-        "Status",
-        "Date",
-        *(w.title(r, 12) for _ in range(4)),
-    ]
+    known = "Item Price Quantity Owner Status Date".split() + [w.title(r, 12) for _ in range(4)]
     columns = [*dict.fromkeys(r.sample(known, r.randint(2, 4)))]
     body = ""
     for _ in range(r.randint(2, 6)):
@@ -205,10 +186,7 @@ def dialog(page: Page) -> str:
 
 def prose(page: Page) -> str:
     """Paragraphs that no question names."""
-    texts = [
-        " ".join(page.phrase() for _ in range(page.rng.choice((1, 1, 2))))
-        for _ in range(page.rng.randint(1, 3))
-    ]
+    texts = (f"{page.phrase()} {page.phrase()}" for _ in range(page.rng.randint(1, 3)))
     return "".join(f"<p>{html.escape(text)}</p>" for text in texts)
 
 
