@@ -73,9 +73,8 @@ def draw_chart(
 def is_whole(table: dict[str, Any], texts: list[Any]) -> bool:
     """False where the picture's edge cuts the title, a label or a series' name."""
     asked = {table["title"], *table["labels"], *(s["name"] for s in table["series"])}
-    places = [at for text, at in texts if text in asked]
-    across = all(0 < x < table["width"] - 4 for at in places for x in at[::2])
-    return across and all(0 < y < table["height"] - 2 for at in places for y in at[1::2])
+    edges = (table["width"] - 4, table["height"] - 2)
+    return all(0 < v < edges[k % 2] for t, at in texts if t in asked for k, v in enumerate(at))
 
 
 def main() -> None:

@@ -27,7 +27,8 @@ OTHERS = ("Animals & Nature", "Food & Drink", "Activities", "Objects", "Travel &
 SIDE, EMOJI_SIDE = 136, 72
 # Photographs of a folder: to train with, and for the figures.
 MOST = {
-    "produce": (48, 5), "cartons": (32, 5), "clothes": (280, 20), "cards": (32, 8), "others": (20, 20), "things": (48, 0),
+    "produce": (48, 5), "cartons": (32, 5), "clothes": (280, 20), "cards": (32, 8), "others": (20, 20),
+    "things": (48, 0),
 }  # fmt: skip
 Edges = tuple[int, int, int, int]
 Found = tuple[str, bool, Path, Edges | None]  # folder, held, file, box

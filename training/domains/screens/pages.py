@@ -32,8 +32,7 @@ class Page:
     taken: set[str] = field(default_factory=set)
 
     def pick(self, names: list[str] | tuple[str, ...], any_words: float = 0.5) -> str:
-        """A name that the page does not have yet: by a share, of words that no list has. If all are taken, with a
-        number."""
+        """A name that the page does not have yet, a share of any words. If all are taken, one with a number."""
         for _ in range(20):
             own = self.rng.random() < any_words
             name = w.title(self.rng, 22) if own else self.rng.choice(names)
@@ -60,10 +59,8 @@ class Page:
         known = {"Email": w.email, "Phone": w.phone, "Date": w.date, "Time": w.time}
         if name in known:
             return known[name](r)
-        if name == "Password":
-            return "•" * r.randint(6, 12)
-        if name in NUMBERS:
-            return str(r.randint(1, 9999))
+        if name in ("Password", *NUMBERS):
+            return "•" * r.randint(6, 12) if name == "Password" else str(r.randint(1, 9999))
         if "ame" in name and r.random() < 0.7:
             return r.choice((r.choice(PEOPLE), w.name(r), f"{w.term(r)}_{r.randint(1, 99)}"))
         return w.value(r, name) if r.random() < 0.7 else self.phrase()

@@ -73,8 +73,8 @@ def sign(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     ink = ink_for(rng, panel, 110)
     edge = ink if rng.random() < 0.3 else None
     page.pen.rounded_rectangle((x, y, x + pw, y + ph), corner, panel, edge, 2)
-    texts = [w.title(rng) if rng.random() < 0.5 else w.phrase(rng, rng.choice((1, 1, 2)))
-             for _ in range(rng.randint(1, 3))]  # fmt: skip
+    texts = [w.phrase(rng, rng.choice((1, 1, 2))) for _ in range(rng.randint(1, 3))]
+    texts = [w.title(rng) if rng.random() < 0.5 else text for text in texts]
     if rng.random() < 0.4:
         texts = [t.upper() for t in texts]
     size = min(fit(t, font, int(ph / (1.3 * len(texts) + 0.4)), 0.9 * pw) for t in texts)

@@ -14,10 +14,9 @@ def dictionary() -> tuple[str, ...]:
     return tuple((sources() / "words.txt").read_text(encoding="utf-8").split())
 
 
-_LISTS = word_lists(Path(__file__).parent)
-MONTHS, SHOPS, GOODS, KEYS, PLACES, TITLES, STREETS, AFTER_TOTAL, BEFORE_TOTAL, THANKS = (
-    _LISTS.values()
-)
+_LISTS = [*word_lists(Path(__file__).parent).values()]
+MONTHS, SHOPS, GOODS, KEYS, PLACES, TITLES = _LISTS[:6]
+STREETS, AFTER_TOTAL, BEFORE_TOTAL, THANKS = _LISTS[6:]
 
 
 def word(rng: random.Random) -> str:
@@ -56,8 +55,7 @@ def title(rng: random.Random, most: int = 26) -> str:
         text = rng.choice(TITLES).format(a=a, b=b, c=c, p=rng.choice(PLACES), n=n)
         if len(text) <= most:
             break
-    else:
-        text = a[:most]
+    text = text[:most].strip()
     u = rng.random()
     if u < 0.25:
         return " ".join(part[:1].upper() + part[1:] for part in text.split(" "))
