@@ -50,7 +50,7 @@ def make_table(r: random.Random) -> dict[str, Any]:
     measure = r.choice(MEASURES)
     scale = 10 ** r.choice((1, 1, 2, 2, 3, 4))
     digits = 1 if scale == 10 and r.random() < 0.4 else 0
-    series = []
+    series: list[dict[str, Any]] = []
     for name in names:
         level, values = r.uniform(0.2, 1), []
         for _ in labels:
@@ -62,9 +62,9 @@ def make_table(r: random.Random) -> dict[str, Any]:
             values.append(value if digits else int(value) or 1)
         series.append({"name": name if many > 1 else measure, "values": values})
     unit, highest = UNITS.get(measure, ""), max(v for s in series for v in s["values"])
-    titles = w.title(r, 30), w.title(r), f"{measure} of {w.term(r)}", f"{measure} by {w.term(r)}"
+    titles = [w.title(r, 30), w.title(r), f"{measure} of {w.term(r)}", f"{measure} by {w.term(r)}"]
     where = f" in {r.choice(w.PLACES)}", f" in {r.randint(1990, 2026)}"
-    titles = titles if r.random() < 0.75 else (measure, *(measure + each for each in where))
+    titles = titles if r.random() < 0.75 else [measure, *(measure + each for each in where)]
     width, height = r.randint(38, 90) * 10, r.randint(28, 62) * 10
     return {
         "kind": kind,

@@ -94,9 +94,8 @@ def make_photos(clones: Path, out: Path) -> None:
     """photos.zip and held/photos.zip. clones: the folder of the repositories, each by its own name."""
     names, _ = photographs()
     found: dict[tuple[str, bool], list[Found]] = {}
-    readers = {GROCERY: _groceries, CLOTHING: _clothes, CARDS: _cards, SAMPLES: _samples}
-    readers["."] = _others
-    for repository, reader in readers.items():
+    readers = (GROCERY, _groceries), (CLOTHING, _clothes), (CARDS, _cards), (SAMPLES, _samples)
+    for repository, reader in (*readers, (".", _others)):
         for one in reader(clones / repository):
             if one[0] in names and one[2].exists():
                 kept = names[one[0]].kept

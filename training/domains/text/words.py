@@ -35,7 +35,9 @@ def name(rng: random.Random) -> str:
 def made_up(rng: random.Random) -> str:
     """A word of two or three syllables that no dictionary has."""
     parts = zip(rng.choices("bcdfghjklmnprstvwz", k=3), rng.choices("aeiouy", k=3), strict=True)
-    text = "".join(a + b for a, b in parts)[: rng.choice((4, 5, 6))] + rng.choice(("", *"nrstlx"))
+    text: str = "".join(a + b for a, b in parts)[: rng.choice((4, 5, 6))] + rng.choice(
+        ("", *"nrstlx")
+    )
     return text.capitalize()
 
 
