@@ -82,6 +82,14 @@ def test_what_serve_would_refuse_fails(flag):
     assert done.returncode == 1 and [each.partition(":")[0] for each in failed] == ["=".join(flag)]
 
 
+def test_an_audit_log_is_tried_and_not_left(tmp_path):
+    """A file of root, who asks doctor, would be refused to the server's user."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.touch()
+    assert [doctor.check_audit_log(str(path)).status for path in (new, old)] == ["ok", "ok"]
+    assert [*tmp_path.iterdir()] == [old]
+
+
 def test_what_several_workers_need():
     alone, several = ServerConfig(), WorkersConfig(workers=2, listen="127.0.0.1:0")
     runtime = RuntimeConfig(device="cpu")
