@@ -151,8 +151,9 @@ class EarlyKernels:
         )
         assert self.process.stdin is not None
         # The pipe stays open: its end is that of this process.
-        pickle.dump((config, asdict(card), folder), self.process.stdin)
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # It has ended, and `wait` says why.
+            pickle.dump((config, asdict(card), folder), self.process.stdin)
+            self.process.stdin.flush()
 
     def has_ended(self) -> bool:
         """Whether the process has ended, or the other process that had the lock."""

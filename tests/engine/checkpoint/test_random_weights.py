@@ -150,6 +150,8 @@ def test_the_bundled_model_has_its_own_shape():
 
 @pytest.mark.parametrize("given", [{"model": "org/repo"}, {"model_path": "/no/such/folder"}])
 def test_an_unknown_shape_is_refused(given):
-    with pytest.raises(ConfigError, match=r"random weights need one of kestrel-tiny") as caught:
+    with pytest.raises(
+        ConfigError, match=r"random weights need one of kestrel-small, kestrel-tiny"
+    ) as caught:
         open_model(RuntimeConfig(random_weights=True, **given))
     assert caught.value.field == next(iter(given))

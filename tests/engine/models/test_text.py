@@ -87,14 +87,15 @@ def attention(_, *qkv):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_without_gradients_equals_one_with_them(dtype):
-    """The former changes queries, keys and values in place."""
+    """The former changes queries, keys and values in place, and bfloat16's products may be compiled."""
     config = small_config("moondream3")
     tensors = {name: each.to(dtype) for name, each in random_tensors(config).items()}
     model = TextModel(config.text, tensors)
     x, positions = torch.randn(9, config.text.dim).to(dtype), torch.arange(30, 39)
     with torch.no_grad():
         found = model(x, positions, attention)
-    assert torch.equal(found, model(x, positions, attention))
+    most = 0.0 if dtype is torch.float32 else 0.03
+    torch.testing.assert_close(found, model(x, positions, attention), atol=most, rtol=0)
 
 
 @torch.inference_mode()
