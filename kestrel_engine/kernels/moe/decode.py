@@ -45,12 +45,15 @@ TILES: dict[tuple[int, int], TilePair] = {
 
 def tiles_of_groups(sort: int, group: int) -> TilePair:
     """Returns the tiles of weights in 4 bits for a batch class. A step reads bytes of two groups of each row, or with a
-    single token of several pairs of groups."""
+    single token of several pairs of groups. Of larger groups than 128, it reads a part: a whole one of 512 exceeds the
+    shared memory."""
     if sort == 1:
-        return TilePair(Tile(4, 4 * group, 2, 2, True), Tile(32, 2 * group, 4, 2, True))
-    up = Tile(32, group, 4, 3, True)
+        up_k, down_k = max(group, min(4 * group, 512)), max(group, min(2 * group, 256))
+        return TilePair(Tile(4, up_k, 2, 2, True), Tile(32, down_k, 4, 2, True))
+    part = min(group, 128)
+    up = Tile(32, part, 4, 3, True)
     if sort == MAX_TOKENS:
-        return TilePair(up, Tile(128, group, 4, 2, True))
+        return TilePair(up, Tile(128, part, 4, 2, True))
     return TilePair(up, Tile(64, min(group, 64), 4, 3, True))
 
 

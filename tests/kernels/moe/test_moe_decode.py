@@ -47,6 +47,20 @@ def test_four_bits(num_tokens, dtype, within, group, dim, inner):
     assert relative_error(decode(layer, u), layer.expected(u)) < within
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [5, 40])
+def test_four_bits_in_parts_of_a_group(num_tokens):
+    layer = Layer(num_experts=4, k=2, dim=512, inner=512, group=256)
+    u = torch.randn(num_tokens, 512, device=DEVICE)
+    assert relative_error(decode(layer, u), layer.expected(u)) < 1e-5
+
+
+@pytest.mark.parametrize("sort", [16, 64])
+def test_larger_groups_have_no_larger_tiles(sort):
+    """A step of a whole group of 512 took 385 KiB of shared memory, which no GPU has."""
+    assert moe_decode.tiles_of_groups(sort, 512) == moe_decode.tiles_of_groups(sort, 128)
+
+
 @pytest.mark.parametrize(("num_tokens", "block_k"), [(1, 64), (17, 16)])
 @pytest.mark.parametrize("scales", [F16, F32])
 def test_four_bits_in_tiles_that_nothing_divides(num_tokens, block_k, scales):
