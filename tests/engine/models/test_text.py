@@ -88,6 +88,7 @@ def attention(_, *qkv):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_without_gradients_equals_one_with_them(dtype):
     """The former changes queries, keys and values in place, and bfloat16's products may be compiled."""
+    torch.manual_seed(3)  # Rounding may change the choice of an expert.
     config = small_config("moondream3")
     tensors = {name: each.to(dtype) for name, each in random_tensors(config).items()}
     model = TextModel(config.text, tensors)
