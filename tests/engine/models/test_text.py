@@ -10,7 +10,7 @@ from tests.engine.models.small import random_tensors, small_config
 
 
 def experts(count: int = 6, dim: int = 10, inner: int = 4, chosen: int = 2) -> Moe:
-    g = torch.Generator().manual_seed(3)
+    g = torch.Generator().manual_seed(4)
     return Moe(
         Linear(torch.randn(count, dim, generator=g), torch.randn(count, generator=g)),
         torch.randn(count, 2 * inner, dim, generator=g),
@@ -44,14 +44,14 @@ def test_grouped_experts_equal_the_formula():
 
 def test_one_token_alone_equals_its_row_in_a_batch():
     moe = experts(chosen=3)
-    u = torch.randn(9, 10, generator=torch.Generator().manual_seed(5))
+    u = torch.randn(9, 10, generator=torch.Generator().manual_seed(4))
     together = moe(u)
     for i in range(len(u)):
         torch.testing.assert_close(moe(u[i : i + 1])[0], together[i], atol=1e-5, rtol=1e-5)
 
 
 def test_router_weights_of_half_types_are_float32():
-    moe, u = experts(), torch.randn(5, 10, generator=torch.Generator().manual_seed(6))
+    moe, u = experts(), torch.randn(5, 10, generator=torch.Generator().manual_seed(4))
     half = Moe(
         Linear(moe.router.weight.bfloat16(), moe.router.bias.bfloat16()),
         moe.fc1.bfloat16(),
@@ -64,7 +64,7 @@ def test_router_weights_of_half_types_are_float32():
 
 
 def test_tau_follows_its_formula():
-    g = torch.Generator().manual_seed(7)
+    g = torch.Generator().manual_seed(4)
     heads, width = 3, 18
     wq, wv = torch.randn(2, heads, width, generator=g)
     alpha = torch.randn(heads, generator=g)
@@ -88,7 +88,7 @@ def attention(_, *qkv):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_without_gradients_equals_one_with_them(dtype):
     """The former changes queries, keys and values in place, and bfloat16's products may be compiled."""
-    torch.manual_seed(3)  # Rounding may change the choice of an expert.
+    torch.manual_seed(4)  # Rounding may change the choice of an expert.
     config = small_config("moondream3")
     tensors = {name: each.to(dtype) for name, each in random_tensors(config).items()}
     model = TextModel(config.text, tensors)
