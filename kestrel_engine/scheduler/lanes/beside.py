@@ -3,8 +3,7 @@
 Beside new work, decode steps hold fewer rows than after it, and take nearly as long as with more rows. So with a small
 batch both together take longer than one after the other. Therefore decoding waits for a step of NEW_WORK that takes
 less time than the target for the gap between tokens, or three times as long while few rows decode, and runs beside a
-longer one. It also waits for new work of a few sequences of the best priority that are favoured: beside decode steps,
-this takes half as long again. Rows that are favoured wait for no new work of others.
+longer one.
 
 Under load, the longer one leaves a part of the device to the decode steps. These then take less time beside it, and
 would follow one another with fewer rows each. So they are spaced: fewer of them leave more of the device to new work.
@@ -19,9 +18,9 @@ from typing import NamedTuple
 
 from ..sequence import Sequence
 
-FEW_ROWS = 5
+_FEW_ROWS = 5
 _MORE_FOR_FEW = 3.0
-"""While fewer than FEW_ROWS rows decode, they wait for steps that take so many times the target."""
+"""While fewer than _FEW_ROWS rows decode, they wait for steps that take so many times the target."""
 MANY_DECODING = 12
 MANY_WAITING = 12
 """The fewest sequences that decode, and the fewest that wait for further new work, when a step leaves room. If fewer
@@ -41,8 +40,6 @@ class StepLoad(NamedTuple):
     """Sequences that decode meanwhile."""
     num_waiting: int = 0
     """Sequences that need new work and are in no step."""
-    is_urgent: bool = False
-    """Whether it computes one of a few favoured sequences of the best priority."""
 
 
 @dataclass(slots=True)
@@ -73,8 +70,8 @@ class Beside:
 
     def is_short(self, load: StepLoad) -> bool:
         """Returns whether decoding waits for a step of NEW_WORK."""
-        limit_s = self._target_s * (_MORE_FOR_FEW if load.num_decoding < FEW_ROWS else 1.0)
-        return load.is_urgent or self._s_per_allowance * load.used <= limit_s
+        limit_s = self._target_s * (_MORE_FOR_FEW if load.num_decoding < _FEW_ROWS else 1.0)
+        return self._s_per_allowance * load.used <= limit_s
 
     def leaves_room(self, load: StepLoad) -> bool:
         """Returns whether a step of NEW_WORK leaves room for decode steps."""
@@ -119,20 +116,17 @@ class Beside:
         return next(found, (-1, None))
 
     def choose(
-        self, ready: list[Sequence], running: Iterable[Sequence], *, alone: bool = False
+        self, ready: list[Sequence], running: Iterable[Sequence]
     ) -> tuple[list[Sequence], int | None]:
         """Chooses from ``ready``, the sequences that can decode. Returns the chosen ones, and the step of NEW_WORK that
-        must run before their step, if any. ``alone``: they are favoured, and do not wait for new work of others.
+        must run before their step, if any.
 
         A sequence can decode while the step that computes its prompt is out. If its decode step waits for that one, the
         device need not wait for the host between the two. But the lane waits as well. So this is done for a short step,
         and for a longer one only while no other sequence of ``running`` decodes.
         """
         step_id, work = self._oldest()
-        waits = work is not None and work.is_short
-        if alone:
-            waits = waits and any(step_id in sequence.steps_out for sequence in ready)
-        after = step_id if waits else None
+        after = step_id if work is not None and work.is_short else None
         last = max(self._waited_for, -1 if after is None else after)
         free = [s for s in ready if not s.steps_out or s.steps_out[-1] <= last]
         if free or any(not s.steps_out and not s.needs_prefill for s in running):

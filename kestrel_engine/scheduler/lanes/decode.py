@@ -21,8 +21,7 @@ class DecodeLane(StepLane):
         self._beside = beside
 
     def add_rows(self, draft: Draft) -> None:
-        running = self._batch.running.values()
-        ready, after = self._beside.choose(self._ready(), running, alone=self.turns.alone)
+        ready, after = self._beside.choose(self._ready(), self._batch.running.values())
         self._decode(draft, ready)
         draft.after = after if draft.decode else None
 

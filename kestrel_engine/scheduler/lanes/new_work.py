@@ -7,7 +7,7 @@ from ..batch import Batch
 from ..draft import Draft, ScheduledRow
 from ..sequence import Sequence
 from ..shares import Shares
-from .beside import FEW_ROWS, Beside, StepLoad
+from .beside import Beside, StepLoad
 from .intake import Intake
 from .lane import StepLane
 
@@ -22,19 +22,14 @@ class NewWorkLane(StepLane):
         self._intake, self._beside = intake, beside
         self._load = StepLoad(0.0)
         """The step that is being made."""
-        self._has_admitted = False
 
     def add_rows(self, draft: Draft) -> None:
         """None: the other lane decodes."""
 
     def add_admitted(self, draft: Draft, sequence: Sequence) -> None:
-        self._has_admitted = True
+        """None: the other lane decodes."""
 
     def add_new_work(self, draft: Draft, now: float) -> None:
-        if self._has_admitted:
-            # Those that were just admitted may be favoured. Otherwise the new work of all others fills their step.
-            self._has_admitted = False
-            self.turns.begin(self._batch.running.values(), now, idle=not self.out)
         self._intake.begin(draft)
         used, _ = self._intake.schedule(draft, self.turns, now, bounded=True)
         self._intake.add_masks(draft)
@@ -46,17 +41,8 @@ class NewWorkLane(StepLane):
             item.sequence.steps_out.append(step_id)
         idle = [s.needs_prefill for s in self._batch.running.values() if not s.steps_out]
         num_waiting = self._batch.num_waiting + idle.count(True)
-        self._load = self._load._replace(
-            num_decoding=idle.count(False),
-            num_waiting=num_waiting,
-            is_urgent=self._is_urgent(draft),
-        )
+        self._load = self._load._replace(num_decoding=idle.count(False), num_waiting=num_waiting)
         draft.leave_room = self._beside.leaves_room(self._load)
-
-    def _is_urgent(self, draft: Draft) -> bool:
-        """As StepLoad.is_urgent. Many urgent sequences would wait for each other's new work."""
-        urgent = self.turns.urgent_of(self._batch.running.values())
-        return len(urgent) < FEW_ROWS and any(item.sequence in urgent for item in draft.scheduled)
 
     def launched(self, plan: StepPlan, scheduled: list[ScheduledRow]) -> None:
         super().launched(plan, scheduled)

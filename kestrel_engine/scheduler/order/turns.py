@@ -89,12 +89,6 @@ class Turns:
         """Whether the current step computes ``sequence``."""
         return self._limit == _BEYOND or self._rank(sequence) <= self._limit
 
-    def urgent_of(self, running: Collection[Sequence]) -> list[Sequence]:
-        """The sequences of ``running`` that are favoured for their priority, those admitted since ``begin`` too."""
-        if self._favoured_of(running) != _URGENT:
-            return []
-        return [s for s in running if self._rank(s) == _URGENT]
-
     def _favoured_of(self, running: Collection[Sequence]) -> int | None:
         """The rank of the favoured, if others run beside them."""
         if len(self._shares.members) <= 1:

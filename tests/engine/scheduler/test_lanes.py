@@ -79,48 +79,6 @@ def test_without_other_rows_the_first_tokens_are_launched_behind_the_prompt():
     assert simulation.drain()[1] == alone(simulation.specs[1])
 
 
-@pytest.mark.parametrize(
-    ("others", "priority", "waits"),
-    [([1], 0, True), ([1], 1, False), ([0], 0, False), ([1, 0, 0, 0, 0], 0, False)],
-    ids=["urgent", "normal", "all urgent", "many urgent"],
-)
-def test_decoding_waits_for_long_new_work_of_a_few_favoured(others, priority, waits):
-    simulation = Simulation(replace(BESIDE, max_batch_size=6), LONG, depth=3)
-    rows = [text(n, 4, max_tokens=9, priority=each) for n, each in enumerate(others, start=1)]
-    decoding(simulation, *rows)
-    simulation.add(text(9, 4, max_tokens=3, image="p", priority=priority))
-    new_work = launch(simulation, Lane.NEW_WORK)
-    step = launch(simulation, Lane.DECODE)
-    assert step.after == (new_work.step_id if waits else None)
-    assert (9 in [row.sequence_id for row in step.decode]) == waits
-    assert simulation.drain()[9] == alone(simulation.specs[9])
-
-
-def test_the_first_step_of_a_favoured_sequence_holds_no_new_work_of_others():
-    simulation = Simulation(BESIDE, depth=3)
-    for number, priority in ((1, 1), (2, 0)):
-        simulation.add(text(number, 4, max_tokens=3, image=f"p{number}", priority=priority))
-    step = launch(simulation, Lane.NEW_WORK)
-    assert [row.sequence_id for row in step.prefill] == [2]
-    assert {piece.sequence_id for piece in step.encode} == {2}
-    tokens = simulation.drain()
-    assert all(tokens[number] == alone(simulation.specs[number]) for number in (1, 2))
-
-
-def test_favoured_rows_do_not_wait_for_new_work_of_others():
-    simulation = Simulation(BESIDE, depth=3)
-    decoding(simulation, text(1, 4, max_tokens=20))
-    decoding(simulation, text(2, 4, max_tokens=9, priority=0))
-    simulation.add(text(3, 4, max_tokens=3))
-    others = launch(simulation, Lane.NEW_WORK)
-    assert [row.sequence_id for row in others.prefill] == [3]
-    step = launch(simulation, Lane.DECODE)
-    assert [row.sequence_id for row in step.decode] == [2] and step.after is None
-    simulation.abort(2)
-    assert launch(simulation, Lane.DECODE).after == others.step_id
-    assert simulation.drain()[1] == alone(simulation.specs[1])
-
-
 @pytest.mark.parametrize("other", [False, True])
 def test_pages_that_a_step_writes_are_kept_until_it_has_come_back(other):
     """The sequence ends while its prompt is computed; another one needs its pages at once."""
