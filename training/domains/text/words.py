@@ -8,15 +8,19 @@ from pathlib import Path
 from training.domains.text.fonts import sources
 from training.sources import word_lists
 
-
-@cache
-def dictionary() -> tuple[str, ...]:
-    return tuple((sources() / "words.txt").read_text(encoding="utf-8").split())
-
-
 _LISTS = [*word_lists(Path(__file__).parent).values()]
 MONTHS, SHOPS, GOODS, KEYS, PLACES, TITLES = _LISTS[:6]
 STREETS, AFTER_TOTAL, BEFORE_TOTAL, THANKS = _LISTS[6:]
+
+
+def dictionary() -> tuple[str, ...]:
+    """The words of the data files. Without these, goods and places: shapes are drawn without data files."""
+    return _words(sources() / "words.txt")
+
+
+@cache
+def _words(file: Path) -> tuple[str, ...]:
+    return tuple(file.read_text(encoding="utf-8").split()) if file.exists() else (*GOODS, *PLACES)
 
 
 def word(rng: random.Random) -> str:
