@@ -359,7 +359,7 @@ def test_models_and_health(server):
         ),
         (["query", "hi", "--max-tokens", "0"], "query.max_tokens"),
         (["caption", "nowhere.jpg"], "there is no image 'nowhere.jpg'"),
-        (["caption", "."], "the folder '.' holds no image"),
+        (["caption", "{empty}"], "the folder '{empty}' holds no image"),
         (["caption", "img_gone", "--save", "x.png"], "give its file with --save-on FILE"),
         (["health", "--service", "x"], "has no service 'x'"),
         (["caption", "{text}"], "not in a supported format"),
@@ -367,13 +367,13 @@ def test_models_and_health(server):
         (["detect", "{picture}", "pink star", "--save", "x.unknown"], "cannot write"),
     ],
 )  # fmt: skip
-def test_failures_are_one_line_and_status_1(server, arguments, words):
-    named = [a.format(picture=IMAGE, text=__file__) for a in arguments]
+def test_failures_are_one_line_and_status_1(server, tmp_path, arguments, words):
+    named = [a.format(picture=IMAGE, text=__file__, empty=tmp_path) for a in arguments]
     done = ask(server, *named)
     assert done.returncode == 1
     (error,) = done.stderr.splitlines()
     assert error.startswith(f"kestrel-grpc {arguments[0]}: error: ")
-    assert words in error
+    assert words.format(empty=tmp_path) in error
 
 
 def test_why_there_is_no_connection_is_told(server):

@@ -164,7 +164,8 @@ async def main():
     pool = PreprocessPool(1, ImageLimits(), VisionConfig())
     if sys.argv[1] != "loading":
         await pool.prepare(np.zeros((60, 60, 3), np.uint8))
-        GrammarProcess().problem(Constraint("regex", "a"))
+        grammar = GrammarProcess()  # The process ends with it.
+        grammar.problem(Constraint("regex", "a"))
     children = open(f"/proc/{confined.pid}/task/{confined.pid}/children").read()
     print(confined.pid, children, flush=True)
     await asyncio.sleep(60)
