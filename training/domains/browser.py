@@ -40,7 +40,7 @@ class Archive:
 
     def add(self, picture: Image.Image, shown: dict[str, Any]) -> None:
         out = io.BytesIO()
-        picture.save(out, "WEBP", quality=85, method=4)
+        picture.save(out, "WEBP", quality=50, method=4)
         self._file.writestr(f"{len(self.shown)}.webp", out.getvalue())
         self.shown.append(shown)
 

@@ -29,6 +29,7 @@ SKILL_WEIGHTS = {  # of the losses of their answers
 }  # fmt: skip
 # A loss counts by token. The tokens of a short answer count more, so that names and numbers don't vanish beside texts.
 EVEN, LEAST, MOST = 8, 0.7, 2.0  # tokens of an answer whose share is 1; bounds of the share
+MOST_WANTED = 3.0  # times that a loss may count by mixture.WANTED
 # "I don't know." is decided by its first token, which counts as in an answer of so many; the others count less.
 DECIDED, SETTLED = 4, 0.2
 # Nats by which the decision for "I don't know." must lead about photographs, so that what is unclear is declined.
@@ -135,7 +136,7 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
         turns = [rng.random() ** (1 / mixture.wanted(ask.kind)) for ask in picture.asks]
         for _, ask in sorted(zip(turns, picture.asks, strict=True), key=lambda t: -t[0]):
             prompt = write(ask, width, height)
-            share = SKILL_WEIGHTS[ask.skill] * min(2.0, max(0.5, mixture.wanted(ask.kind)))
+            share = SKILL_WEIGHTS[ask.skill] * min(MOST_WANTED, max(0.5, mixture.wanted(ask.kind)))
             n = len(prompt.ids) - 1  # the last id is only a target
             if ask.skill == "query":
                 decided = DECIDED if ask.answer == UNKNOWN else n + 1 - prompt.start

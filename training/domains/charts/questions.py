@@ -24,7 +24,7 @@ def ask_about(
     """All questions of a chart, in a random order. exact: values that aren't written are not rounded."""
     asks = [*_about_frame(rng, table, exact), *_about_values(rng, table, exact)]
     asks = [replace(ask, kind=f"{domain} {ask.kind}") for ask in asks]
-    asks.append(_absent(rng, table))
+    asks += [_absent(rng, table) for _ in range(1 if exact else 2)]
     rng.shuffle(asks)
     return asks
 

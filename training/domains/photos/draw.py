@@ -81,16 +81,18 @@ def _look(rng: random.Random, image: Image.Image, group: str = "") -> Image.Imag
     """A photograph in other light, turned, or a part of it: few photographs of a kind must teach what it looks like.
 
     The edges of clothes and cards tell what they are, so little is cut off and nothing hidden. A heap of produce looks
-    alike from every side, near and far.
+    alike from every side, near and far. A third is nearly whole, as the photographs of the figures are.
     """
     whole, heap = group in ("clothes", "cards"), group == "produce"
+    straight = rng.random() < 0.35
     if rng.random() < 0.5:
         image = ImageOps.mirror(image)
     if heap and rng.random() < 0.6:
         image = image.transpose(rng.choice(_SIDES))
     w, h = image.size
-    part, lean = rng.uniform(0.8 if whole else 0.35 if heap else 0.5, 1), rng.uniform(0.85, 1.15)
-    turned = rng.random() < 0.5
+    least = 0.8 if whole else 0.85 if straight else 0.35 if heap else 0.5
+    part, lean = rng.uniform(least, 1), rng.uniform(0.85, 1.15)
+    turned = not straight and rng.random() < 0.6
     if turned:
         part = min(part, 0.85 if whole else 0.72)  # so that no corner is empty
         image = image.rotate(rng.uniform(-25, 25), Image.Resampling.BILINEAR)

@@ -24,10 +24,10 @@ GROCERY, CLOTHING, CARDS, SAMPLES = (
 SETS = ("fluent-emoji-flat", "fluent-emoji", "noto", "noto-v1", "fxemoji")
 HELD_SET = "fxemoji"
 OTHERS = ("Animals & Nature", "Food & Drink", "Activities", "Objects", "Travel & Places")
-SIDE, EMOJI_SIDE = 136, 72
+SIDE, EMOJI_SIDE = 208, 72
 # Photographs of a folder: to train with, and for the figures.
 MOST = {
-    "produce": (48, 5), "cartons": (32, 5), "clothes": (280, 20), "cards": (32, 8), "others": (20, 20),
+    "produce": (80, 5), "cartons": (48, 5), "clothes": (1000, 20), "cards": (100, 8), "others": (20, 20),
     "things": (48, 0),
 }  # fmt: skip
 Edges = tuple[int, int, int, int]
@@ -81,7 +81,7 @@ def _small(path: Path, box: Edges | None) -> bytes | None:
         return None
     image = image.crop(box or (0, 0, *image.size))
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    return _webp(image, 38)
+    return _webp(image, 45)
 
 
 def _webp(image: Image.Image, quality: int) -> bytes:

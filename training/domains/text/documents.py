@@ -160,8 +160,8 @@ def receipt(rng: random.Random, width: int, height: int, held: bool) -> tuple[Pa
     asks.append(read(rng, "text receipt date", WAYS["receipt date"], when))
     asks.append(read(rng, "text receipt time", WAYS["receipt time"], clock))
     asks.append(tell(rng, "text receipt count", WAYS["receipt count"], str(len(goods))))
-    asks.append(_missing(rng, WAYS["receipt price"], w.GOODS, goods))
-    return page, rng.sample(asks, 4 if held else 6)
+    asks += [_missing(rng, WAYS["receipt price"], w.GOODS, goods) for _ in range(1 if held else 2)]
+    return page, rng.sample(asks, 4 if held else 7)
 
 
 def _missing(rng: random.Random, ways: str, every: Sequence[str], have: Sequence[str]) -> Ask:
@@ -200,7 +200,8 @@ def form(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page,
     for k in rng.sample(range(len(keys)), min(2 if held else 4, len(keys))):
         key = rng.choice((keys[k], keys[k].lower()))
         asks.append(read(rng, "text value", WAYS["value"], values[k], k=key))
-    return page, [*asks, _missing(rng, WAYS["value"], w.KEYS, keys)]
+    asks += [_missing(rng, WAYS["value"], w.KEYS, keys) for _ in range(1 if held else 2)]
+    return page, asks
 
 
 def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page, list[Ask]]:
@@ -244,7 +245,8 @@ def table(rng: random.Random, width: int, height: int, held: bool) -> tuple[Page
         r, c = rng.randrange(rows), rng.randrange(1, columns)
         asks.append(read(rng, "text cell", WAYS["cell"], cells[r][c], h=heads[c], k=names[r]))
     ways = WAYS["cell"].replace("{h}", heads[c])
-    return page, [*asks, _missing(rng, ways, w.dictionary(), names)]
+    asks += [_missing(rng, ways, w.dictionary(), names) for _ in range(1 if held else 2)]
+    return page, asks
 
 
 KINDS: tuple[tuple[Document, int], ...] = (
