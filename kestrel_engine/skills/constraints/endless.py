@@ -1,16 +1,13 @@
-"""Finds the part of a schema that requires itself without end, so that no finite text matches.
-
-A part ends if all that it requires ends: a least fixed point, as that of a grammar's productive symbols. The library
-accepts a part that does not end.
-"""
+"""Finds the part of a schema that requires itself without end, so that no finite text matches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
+from .circles import Part, closing
 from .schemas import escaped, parts
 
 _KINDS = ("", "object", "array")
@@ -21,16 +18,12 @@ _MOST_PARTS = 50_000
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    """``kind``: object or array, if its values are of no other type; "" if of any type; None otherwise. ``needs``: it
-    ends if of each list one part ends. ``refers``: whether the first list is that of its reference."""
+class _Part(Part):
+    """``kind``: object or array, if its values are of no other type; "" if of any type; None otherwise."""
 
     place: str
     schema: Mapping[str, Any]
     kind: str | None
-    needs: list[list[_Part]] = field(default_factory=list)
-    refers: bool = False
-    ends: bool = False
 
 
 _Make = Callable[[str, Mapping[str, Any], "str | None"], _Part]
@@ -38,10 +31,8 @@ _Make = Callable[[str, Mapping[str, Any], "str | None"], _Part]
 
 def endless_place(schema: Mapping[str, Any]) -> str | None:
     """The JSON pointer of the reference that closes a circle of requirements; None if every part ends."""
-    found = _parts_of(schema)
-    _settle(found)
-    # A part that is not required may be begun all the same.
-    return next((_closing(part) for part in found if not part.ends), None)
+    part = closing(_parts_of(schema))
+    return f"{part.place}/$ref" if part is not None else None
 
 
 def _parts_of(schema: Mapping[str, Any]) -> list[_Part]:
@@ -142,32 +133,3 @@ def _target(whole: Mapping[str, Any], reference: object) -> Mapping[str, Any] | 
             return None
     is_pointer = reference == "#" or reference.startswith("#/")
     return found if is_pointer and isinstance(found, Mapping) else None
-
-
-def _settle(found: list[_Part]) -> None:
-    users: dict[int, list[tuple[_Part, int]]] = {}
-    left = {id(part): set(range(len(part.needs))) for part in found}
-    for part in found:
-        for index, options in enumerate(part.needs):
-            for option in options:
-                users.setdefault(id(option), []).append((part, index))
-    waiting = [part for part in found if not part.needs]
-    while waiting:
-        ended = waiting.pop()
-        ended.ends = True
-        for user, index in users.get(id(ended), ()):
-            left[id(user)].discard(index)
-            if not left[id(user)] and not user.ends:
-                user.ends = True
-                waiting.append(user)
-
-
-def _closing(part: _Part) -> str:
-    seen, place = set[int](), ""
-    while id(part) not in seen:
-        seen.add(id(part))
-        index = next(i for i, options in enumerate(part.needs) if not any(o.ends for o in options))
-        if part.refers and index == 0:
-            place = f"{part.place}/$ref"
-        part = part.needs[index][0]
-    return place

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...types.constraint import Constraint
 from .endless import endless_place
+from .lark import endless_rule, schemas
 from .schemas import parts, read_schema
 
 try:
@@ -23,8 +24,8 @@ except ImportError:  # There are no wheels for some systems.
     AVAILABLE = False
 else:
     AVAILABLE = True
-_NOTHING_FOLLOWS = "NoExtensionBias"
-"""llguidance's word for a grammar that no text begins, such as one that refers only to itself."""
+NOTHING_FOLLOWS = "NoExtensionBias"
+"""llguidance's word if no text goes on, such as at the begin of a grammar that refers only to itself."""
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 """Without this, the library looks for the longest text that must follow. A pattern may demand gigabytes."""
 _JSON_OPTIONS = {"whitespace_pattern": "[ ]?"}
@@ -98,8 +99,7 @@ def lark_of(constraint: Constraint) -> str:
     if constraint.kind == "regex":
         return f"{_NO_FORCING}\nstart: /{llguidance.regex_to_lark(source)}/"
     if constraint.kind == "grammar":
-        # At the end, so that places in messages are those of the caller's text.
-        return f"{source}\n{_NO_FORCING}"
+        return _of_grammar(_with_schemas(source))
     return _of_schema(read_schema(source))
 
 
@@ -118,16 +118,43 @@ def problem(constraint: Constraint, tokenizer: llguidance.LLTokenizer) -> str:
             where = _place(read_schema(constraint.source), tokenizer)
             said = _schema_problem(message)
             return f"at {where}: {said}" if where else said
+        if constraint.kind == "grammar":
+            # The places of the caller's text, without the library's schemas in it.
+            assert isinstance(constraint.source, str)
+            plain = new_matcher(tokenizer, _of_grammar(constraint.source))
+            message = plain.get_error() or message
         return _grammar_problem(message)
-    if constraint.kind == "json_schema":
-        assert isinstance(constraint.source, str)
-        if (circle := endless_place(read_schema(constraint.source))) is not None:
-            return f"at {circle}: requires itself without end; make a property optional, or permit null"
+    if circle := _circle(constraint):
+        return circle
     first = matcher.compute_bitmask()
     message = first_line(matcher.get_error()) if matcher.is_error() else ""
-    if message and message != _NOTHING_FOLLOWS:
+    if message and message != NOTHING_FOLLOWS:
         return f"is too complex: {message}"
     return "" if any(first) and not message else "matches no text"
+
+
+def _circle(constraint: Constraint) -> str:
+    """The part that requires itself without end; "" if there is none."""
+    source = constraint.source
+    if constraint.kind == "json_schema":
+        assert isinstance(source, str)
+        return _circle_of_schema(source)
+    if constraint.kind != "grammar":
+        return ""
+    assert isinstance(source, str)
+    for each in schemas(source):
+        if circle := _circle_of_schema(each.text):
+            return f"{circle}, in %json {each.place}"
+    if (rule := endless_rule(source)) is None:
+        return ""
+    name, place = rule
+    return f"rule {name} requires itself without end {place}; add an alternative without it"
+
+
+def _circle_of_schema(text: str) -> str:
+    if (place := endless_place(read_schema(text))) is None:
+        return ""
+    return f"at {place}: requires itself without end; make a property optional, or permit null"
 
 
 def _place(schema: Mapping[str, Any], tokenizer: llguidance.LLTokenizer) -> str:
@@ -157,16 +184,37 @@ def _is_invalid(
     return bool(new_matcher(tokenizer, _of_schema({**shared, **schema})).is_error())
 
 
+def _of_grammar(source: str) -> str:
+    # At the end, so that places in messages are those of the caller's text.
+    return f"{source}\n{_NO_FORCING}"
+
+
+def _with_schemas(source: str) -> str:
+    """The grammar with its schemas in the words of the library. Raises ValueError naming the place."""
+    pieces, end = [], 0
+    for each in schemas(source):
+        try:
+            schema = read_schema(each.text)
+        except ValueError as error:
+            raise ValueError(f"{error}, in %json {each.place}") from error
+        pieces += [source[end : each.begin], _with_options(schema)]
+        end = each.end
+    return "".join([*pieces, source[end:]])
+
+
 def _of_schema(schema: Mapping[str, Any]) -> str:
-    text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
-    return f"{_NO_FORCING}\nstart: %json {text}"
+    return f"{_NO_FORCING}\nstart: %json {_with_options(schema)}"
+
+
+def _with_options(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
 
 
 def _grammar_problem(message: str) -> str:
-    """``at 1(8): unknown name`` becomes ``unknown name at line 1, column 8``."""
-    head = first_line(message)
-    found = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", head)
-    return f"{found[3]} at line {found[1]}, column {found[2]}" if found else head
+    """``at 1(8): unknown name`` becomes ``unknown name at line 1, column 8``. The innermost place is the first one."""
+    head = first_line(message, 3_000)
+    found = re.match(r"(?:at )?(\d+)\((\d+)\): (?:\d+\(\d+\): )*(.{,300})", head)
+    return f"{found[3]} at line {found[1]}, column {found[2]}" if found else head[:300]
 
 
 def _regex_problem(message: str) -> str:
@@ -195,9 +243,9 @@ def _regex_error(lines: Sequence[str]) -> str:
     return next((line[7:] for line in lines if line.startswith("error: ")), "")
 
 
-def first_line(message: str) -> str:
+def first_line(message: str, most: int = 300) -> str:
     """The first line, with what is wrong with a pattern if the library says so in a later line."""
     head, *rest = message.splitlines() or [""]
     if head.endswith(_DRAWN):
         head = head.removesuffix(_DRAWN) + _regex_error(rest)
-    return head.strip()[:300]
+    return head.strip()[:most]

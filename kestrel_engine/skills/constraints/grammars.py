@@ -17,6 +17,7 @@ from ...types.step import RuleWait, TokenRule
 from .grammar_process import GrammarProcess
 from .grammar_text import (
     AVAILABLE,
+    NOTHING_FOLLOWS,
     UnlockedMatchers,
     first_line,
     lark_of,
@@ -92,6 +93,10 @@ class Matcher(RuleWait):
             mask = self._inner.compute_bitmask()
         if not taken or self._inner.is_error():
             message = first_line(self._inner.get_error())
+            if message == NOTHING_FOLLOWS:
+                raise InvalidRequest(
+                    self.field, "has a part that matches no text, and this answer has come to it"
+                )
             raise InvalidRequest(self.field, f"is too complex for this text: {message}")
         self._mask = mask[: len(self._grammar.first)]  # The library may add a word.
 

@@ -186,7 +186,7 @@ async def test_errors_name_the_place_before_anything_is_computed(make_engine, fa
         {"json_schema": cycle},
         {"grammar": "start: start"},
     ):
-        with pytest.raises(InvalidRequest, match=r": matches no text$|: requires itself without"):
+        with pytest.raises(InvalidRequest, match="requires itself without end"):
             await engine.query(question="a", settings={"constraint": endless})
     assert engine.num_requests == 0 and not runtime.plans
     with pytest.raises(InvalidRequest, match="is not a setting of this skill"):
