@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Unpack, overload
 
@@ -26,7 +27,7 @@ from .callers.lifetime import Lifetime
 from .callers.profiling import ProfileRequest, take_profile
 from .callers.watchdog import watch
 from .config.runtime import RuntimeConfig
-from .config.sizes import Sizes
+from .config.sizes import Sizes, slice_sizes
 from .confinement import trial
 from .errors import DeadlineExceeded, EngineClosed, ProfileError, RuntimeFailure
 from .preprocess.looks import Tiled
@@ -40,7 +41,7 @@ from .requests.request import (
 )
 from .requests.submitter import Submitter
 from .runtime.profile import Profile
-from .scheduler.budget import StepBudget
+from .scheduler.budget import IDLE_SCALE, StepBudget
 from .scheduler.policy import SchedulerPolicy
 from .skills.registry import SkillRegistry
 from .skills.rule_check import RuleCheck
@@ -432,16 +433,30 @@ class InferenceEngine(SkillCalls):
         await self.caption(np.zeros((side, side, 3), np.uint8), settings=settings)
 
 
+def _budget(config: RuntimeConfig, sizes: Sizes) -> StepBudget:
+    if config.decode_beside != "slices":
+        return StepBudget(
+            prefill_positions=sizes.step_prefill_positions,
+            crops=sizes.step_crops,
+            pause=sizes.step_pause,
+        )
+    crops, positions = slice_sizes(sizes, config.itl_target_ms)
+    crops = config.step_crops or crops
+    # While nothing decodes, a step holds as much as without slices.
+    return StepBudget(
+        prefill_positions=config.step_prefill_positions or positions,
+        crops=crops,
+        idle_scale=math.ceil(IDLE_SCALE * sizes.step_crops / crops),
+        slices=True,
+    )
+
+
 def _policy(config: RuntimeConfig, sizes: Sizes, built: Built) -> SchedulerPolicy:
     vision = built.model.vision
     itemsize = 4 if built.info.dtype == "float32" else 2
     crop_bytes = vision.grid**2 * vision.enc_dim * itemsize
     return SchedulerPolicy(
-        budget=StepBudget(
-            prefill_positions=sizes.step_prefill_positions,
-            crops=sizes.step_crops,
-            pause=sizes.step_pause,
-        ),
+        budget=_budget(config, sizes),
         prefix_cache=config.prefix_cache,
         prefix_pages=prefix_pages(config, built.info),
         kept_embeddings=kept_images(config, built.model, itemsize),

@@ -25,6 +25,13 @@ class StepBudget:
     """Number of steps that only decode after a step that used its whole allowance for new work. Fewer steps pause if
     the step used less, or if sequences wait. Work that arrives during the pause is computed together, which is faster
     on a GPU."""
+    slices: bool = False
+    """Beside decoding, a step computes either crops or prompts. Prompts wait until they fill a step, until no crops are
+    left, or for MOST_HELD steps. So steps can be short, and yet compute several prompts together."""
+
+
+MOST_HELD = 4
+"""The most steps of crops for which a prompt waits, with ``slices``."""
 
 
 class Allowance:

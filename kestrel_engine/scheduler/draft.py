@@ -96,10 +96,15 @@ class Draft:
             Row(sequence.sequence_id, (token,), start, page_table, sample, submission.adapter)
         )
 
-    def add_new_work(self, sequence: Sequence, allowance: Allowance) -> None:
-        """Schedules as much of a sequence's images and prompt as the allowance permits."""
+    def add_new_work(
+        self, sequence: Sequence, allowance: Allowance, *, crops_only: bool = False
+    ) -> None:
+        """Schedules as much of a sequence's images and prompt as the allowance permits. ``crops_only``: of its next
+        image only."""
         if sequence.submission.reads is not None:
             self._read(sequence, allowance)
+        elif crops_only:
+            self._encode(sequence, sequence.needed[0], allowance)
         else:
             self._prefill(sequence, allowance)
 

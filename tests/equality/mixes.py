@@ -162,6 +162,7 @@ def random_settings(rng: random.Random, model: Model) -> dict[str, Any]:
         "step_prefill_positions": rng.choice([3, 20, 200, 768]),
         "step_crops": rng.choice([1, 2, 5]),
         "step_pause": rng.choice([0.0, 1.5, 4.0]),
+        "decode_beside": rng.choice(["auto", "slices"]),
         "steps_out": rng.choice([1, 2, 3, 4]),
         "prefix_cache": rng.random() < 0.6,
         "page_size": size,

@@ -132,6 +132,7 @@ def random_setting(rng: random.Random) -> WorldPlan:
         "preprocess_threads": rng.choice([1, 3]),
         "decode_timeout_s": 3.0,
         "step_timeout_s": 60.0,
+        "decode_beside": rng.choice(["auto", "slices"]),
     }
     rates = Rates(
         failing=often(0.02),

@@ -12,6 +12,7 @@ from ...types.step import MOST_REFINED, RefineRow
 from ..batch import Batch
 from ..budget import Allowance
 from ..draft import Draft
+from ..order.slices import Slices
 from ..order.turns import Turns
 from ..policy import SchedulerPolicy
 from ..sequence import Sequence
@@ -84,6 +85,7 @@ class Intake:
         self._batch, self._shares = batch, shares
         self._budget = policy.budget
         self._order = PrefillOrder(policy, shares)
+        self._slices = Slices(policy.budget, batch.images) if policy.budget.slices else None
         self.masks: deque[RefineRow] = deque()
         """Masks of sequences that have ended, in the order of their ends."""
         self.is_flushing = False
@@ -111,12 +113,15 @@ class Intake:
         order = self._order.order(turns.of(self._batch.running.values()), now)
         if not order:
             return 0.0, 0
+        chosen, crops_only = order, False
+        if bounded and self._slices is not None:
+            chosen, crops_only = self._slices.choose(order)
         allowance = Allowance(self._budget, decoding=bounded)
-        for sequence in order:
+        for sequence in chosen:
             if allowance.is_spent:
                 break
             before = allowance.amount
-            draft.add_new_work(sequence, allowance)
+            draft.add_new_work(sequence, allowance, crops_only=crops_only)
             assert sequence.account is not None
             self._shares.charge(sequence.account, allowance.amount - before)
         return allowance.used, sum(1 for sequence in order if sequence.needs_prefill)

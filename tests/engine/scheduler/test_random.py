@@ -32,6 +32,7 @@ def random_simulation(rng, *, checked=True):
         prefill_positions=rng.choice([3, 12, 50]),
         crops=rng.choice([1, 3, 9]),
         idle_scale=rng.choice([1, 4]),
+        slices=rng.random() < 0.3,
     )
     policy = SchedulerPolicy(
         budget=budget,
