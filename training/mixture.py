@@ -31,9 +31,9 @@ WANTED = {
     "shapes presence reasoned": 0.5,
     "icons count": 4, "icons point": 0.5, "icons caption": 2, "screens cell": 4, "screens field": 3, "screens state": 3,
     "screens click": 0.5, "screens element": 0.5, "screens elements": 2, "screens menu": 0.7, "screens heading": 2,
-    "screens buttons": 1.5,
+    "screens buttons": 1.5, "screens present": 2,
     "text value": 1.5, "text receipt shop": 2, "text receipt date": 1.5, "text receipt count": 3,
-    "text receipt price": 1.5, "text cell": 4, "text line": 4, "text here": 4, "text read": 2, "absent": 4,
+    "text receipt price": 1.5, "text cell": 4, "text line": 4, "text here": 4, "text read": 2, "absent": 2.5,
     "photo name": 4, "photo outside": 4, "photo caption": 0.5, "emoji name": 4, "emoji outside": 1,
 }  # fmt: skip
 TILED = 0.25  # share of the steps whose pictures need more than one crop

@@ -42,9 +42,12 @@ def batch() -> Batch:
     return pack(rng, pictures)
 
 
-def test_not_to_know_is_decided_by_the_first_token() -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"), [("photo outside", UNKNOWN), ("absent", "There is no rice.")]
+)
+def test_to_decline_is_decided_by_the_first_token(kind: str, said: str) -> None:
     picture = draw_picture(random.Random(4), "shapes", (320, 240))
-    asks = [Ask("query", "photo outside", "What is this?", UNKNOWN)]
+    asks = [Ask("query", kind, "What is this?", said)]
     weights = pack(random.Random(4), [replace(picture, asks=asks)]).weight[0]
     first, *others = weights[weights > 0].tolist()
     assert len(others) > 4 and max(others) < first / 2

@@ -30,7 +30,9 @@ SKILL_WEIGHTS = {  # of the losses of their answers
 # A loss counts by token. The tokens of a short answer count more, so that names and numbers don't vanish beside texts.
 EVEN, LEAST, MOST = 8, 0.7, 2.0  # tokens of an answer whose share is 1; bounds of the share
 MOST_WANTED = 3.0  # times that a loss may count by mixture.WANTED
-# "I don't know." is decided by its first token, which counts as in an answer of so many; the others count less.
+# "I don't know." and "There is no ..." are decided by the first token, which counts as in an answer of so many; the
+# others count less.
+DECLINES = UNKNOWN, "There is no "
 DECIDED, SETTLED = 4, 0.2
 # Nats by which the decision for "I don't know." must lead about photographs, so that what is unclear is declined.
 MARGIN, JUDGED = 1.5, ("photo name", "photo outside")
@@ -138,8 +140,9 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
             prompt = write(ask, width, height)
             share = SKILL_WEIGHTS[ask.skill] * min(MOST_WANTED, max(0.5, mixture.wanted(ask.kind)))
             n = len(prompt.ids) - 1  # the last id is only a target
+            declines = ask.answer.startswith(DECLINES)
             if ask.skill == "query":
-                decided = DECIDED if ask.answer == UNKNOWN else n + 1 - prompt.start
+                decided = DECIDED if declines else n + 1 - prompt.start
                 share *= min(MOST, max(LEAST, (EVEN / decided) ** 0.5))
             if at + n > LENGTH:
                 continue
@@ -148,8 +151,8 @@ def pack(rng: random.Random, pictures: list[Picture]) -> Batch:
             position[row, at : at + n] = CONFIG.image_prefix + np.arange(n)
             for i in range(prompt.start, n + 1):
                 here, target, (x, y) = (row, at + i - 1), prompt.ids[i], prompt.values[i]
-                settled = ask.answer == UNKNOWN and i > prompt.start
-                next_id[here], weight[here] = target, share * (SETTLED if settled else 1)
+                settled = SETTLED if declines and i > prompt.start else 1
+                next_id[here], weight[here] = target, share * settled
                 if target == COORD:
                     next_coord[here] = coord_bin(x, 1024)
                 elif target == SIZE:
