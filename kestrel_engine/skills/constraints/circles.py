@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """``needs``: it ends if of each list one part ends. ``refers``: whether the first list is that of its reference."""
+    """``needs``: it ends if of each list one part ends. ``refers``: whether it is, or is reached by, a reference."""
 
     needs: list[list[Self]] = field(default_factory=list, kw_only=True)
     refers: bool = field(default=False, kw_only=True)
@@ -31,7 +31,7 @@ def closing(found: Sequence[AnyPart]) -> AnyPart | None:
     while part is not None and id(part) not in seen:
         seen.add(id(part))
         index = next(i for i, options in enumerate(part.needs) if not any(o.ends for o in options))
-        if part.refers and index == 0:
+        if part.refers:
             last = part
         part = part.needs[index][0]
     return last

@@ -1,122 +1,284 @@
-"""Finds the part of a schema that requires itself without end, so that no finite text matches."""
+"""Finds the part of a schema that requires itself without end, so that no finite text matches.
+
+All schemas that hold for a value are read together: one may require a property that another one defines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from .circles import Part, closing
-from .schemas import escaped, parts
+from .schemas import escaped
 
-_KINDS = ("", "object", "array")
-_SAME_VALUE = ("/anyOf/", "/oneOf/", "/allOf/")
-_DEFINITIONS = ("/$defs/", "/definitions/")
-_MOST_PARTS = 50_000
-"""Beyond them, nothing is looked for."""
+_LEADING = (
+    "$ref", "anyOf", "oneOf", "allOf", "properties", "patternProperties", "additionalProperties", "items",
+    "prefixItems", "additionalItems",
+)  # fmt: skip
+"""Keywords with other schemas."""
+_MOST_STEPS = 50_000
+"""Schemas and properties that are read. Beyond them, nothing is looked for."""
+_REST = "additionalProperties"
+_MOST_CHOICES = 64
+"""Ways to choose of all anyOf of a value. Beyond them, each anyOf is read by itself."""
+
+
+class _Member(NamedTuple):
+    """A schema that holds for a value. ``above``: the ids of those that led to it without a step into the value."""
+
+    place: str
+    schema: Mapping[str, Any]
+    above: frozenset[int] = frozenset()
+    reference: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class _Part(Part):
-    """``kind``: object or array, if its values are of no other type; "" if of any type; None otherwise."""
+    """A value, or one way to choose of the anyOf that hold for it. ``place``: of the reference that led to it."""
 
-    place: str
-    schema: Mapping[str, Any]
-    kind: str | None
+    members: Sequence[_Member] = ()
+    place: str = ""
 
 
-_Make = Callable[[str, Mapping[str, Any], "str | None"], _Part]
+@dataclass(slots=True)
+class _Choice:
+    """``left``: members to read. ``loose``: an anyOf that is read by itself."""
+
+    left: list[_Member]
+    members: list[_Member] = field(default_factory=list)
+    loose: list[list[_Member]] = field(default_factory=list)
+    reference: str = ""
 
 
 def endless_place(schema: Mapping[str, Any]) -> str | None:
     """The JSON pointer of the reference that closes a circle of requirements; None if every part ends."""
-    part = closing(_parts_of(schema))
-    return f"{part.place}/$ref" if part is not None else None
+    try:
+        part = closing(_Values(schema).parts())
+    except _TooLarge:
+        return None
+    return part.place if part is not None else None
 
 
-def _parts_of(schema: Mapping[str, Any]) -> list[_Part]:
-    """The parts that a text may reach; none if they are too many."""
-    known: dict[tuple[int, str | None], _Part] = {}
-    found: list[_Part] = []
+class _TooLarge(Exception):
+    """The search takes too long."""
 
-    def make(place: str, inner: Mapping[str, Any], above: str | None) -> _Part:
-        own = _kind_of(inner)
-        key = id(inner), own or (above if own == "" else None)
-        if key not in known:
-            known[key] = _Part(place, inner, key[1])
-            found.append(known[key])
-        return known[key]
 
-    make("", schema, "")
-    for part in found:  # It grows meanwhile.
-        if len(found) > _MOST_PARTS:
-            return []
-        if "const" not in part.schema and "enum" not in part.schema:
-            part.needs.extend(_needs(part, schema, make))
+class _Values:
+    """The values that a text may reach, each known by the schemas that hold for it."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._whole = schema
+        self._plain = _Part()
+        """Ends."""
+        self._known: dict[frozenset[int], _Part] = {}
+        self._values: list[_Part] = []
+        self._steps = 0
+
+    def parts(self) -> list[_Part]:
+        """Raises _TooLarge."""
+        self._value([_Member("", self._whole)])
+        found = [self._plain]
+        for value in self._values:  # It grows meanwhile.
+            found.append(value)
+            choices, circle = self._choices(value.members)
+            if not choices:
+                value.place, value.refers, value.needs = circle, True, [[value]]
+                continue
+            # Nothing is known of a value that can have no type.
+            ways = [self._way(choice) for choice in choices if _kinds(choice.members) != set()]
+            if ways:
+                value.needs.append(ways)
+                found += ways
+        return found
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _MOST_STEPS:
+            raise _TooLarge
+
+    def _value(self, members: Iterable[_Member]) -> _Part:
+        leading = [each for each in members if any(key in each.schema for key in _LEADING)]
+        if not leading:
+            return self._plain
+        # What only restricts, such as a type, makes a difference beside others.
+        members = [*members]
+        key = frozenset(id(each.schema) for each in members)
+        if key not in self._known:
+            self._known[key] = _Part(members=members)
+            self._values.append(self._known[key])
+        return self._known[key]
+
+    def _choices(self, members: Iterable[_Member]) -> tuple[list[_Choice], str]:
+        """All ways to choose of each anyOf, without those that lead back to themselves; and a reference that does."""
+        waiting, found, circle = [_Choice([*members])], list[_Choice](), ""
+        while waiting:
+            choice = waiting.pop()
+            while choice.left:
+                member = choice.left.pop(0)
+                self._count(1)
+                place, schema, above, reference = member
+                if id(schema) in above:
+                    circle = circle or reference
+                    break
+                choice.reference = choice.reference or reference
+                choice.members.append(member)
+                above |= {id(schema)}
+                if (target := _target(self._whole, schema.get("$ref"))) is not None:
+                    pointer = schema["$ref"][1:]
+                    choice.left.append(_Member(pointer, target, above, f"{place}/$ref"))
+                choice.left += _branches(place, schema, "allOf", above)
+                for key in ("anyOf", "oneOf"):
+                    branches = _branches(place, schema, key, above)
+                    if not branches:
+                        continue
+                    if len(branches) * (len(waiting) + len(found) + 1) > _MOST_CHOICES:
+                        choice.loose.append(branches)
+                        continue
+                    for branch in reversed(branches[1:]):
+                        left, others = [*choice.left, branch], [*choice.members]
+                        self._count(len(left) + len(others))
+                        waiting.append(_Choice(left, others, [*choice.loose], choice.reference))
+                    choice.left.append(branches[0])
+            else:
+                found.append(choice)
+        return found, circle
+
+    def _way(self, choice: _Choice) -> _Part:
+        part = _Part(place=choice.reference, refers=bool(choice.reference))
+        members = {id(each.schema): each for each in choice.members}.values()
+        self._count(len(members) + sum(map(len, choice.loose)))
+        if any("const" in each.schema or "enum" in each.schema for each in members):
+            return part
+        part.needs += [[self._value([branch]) for branch in each] for each in choice.loose]
+        kinds = _kinds(members)
+        if kinds is None or "object" in kinds:
+            needs = [*self._of_object(members)]
+            part.needs += needs if kinds == {"object"} else []
+        if kinds is None or "array" in kinds:
+            needs = [*self._of_array(members)]
+            part.needs += needs if kinds == {"array"} else []
+        return part
+
+    def _of_object(self, members: Iterable[_Member]) -> Iterator[list[_Part]]:
+        named, patterns, others = dict[str, list[_Member]](), list[_Member](), list[_Member]()
+        for each in members:
+            for name, schema in _mapping(each.schema, "properties").items():
+                pointer = f"{each.place}/properties/{escaped(name)}"
+                named.setdefault(name, []).extend(_member(pointer, schema))
+            for pattern, schema in _mapping(each.schema, "patternProperties").items():
+                patterns += _member(f"{each.place}/patternProperties/{escaped(pattern)}", schema)
+            others += _member(f"{each.place}/{_REST}", each.schema.get(_REST))
+        names = (name for each in members for name in _list(each.schema, "required"))
+        required = dict.fromkeys(name for name in names if isinstance(name, str))
+        ruling = [
+            each for each in members if "patternProperties" in each.schema or _REST in each.schema
+        ]
+        properties = {
+            name: self._value([*named.get(name, ()), *self._of_other_names(ruling, name)])
+            for name in {**named, **required}
+        }
+        self._count(len(properties))
+        yield from ([properties[name]] for name in required)
+        options = [properties[name] for name in named]
+        options += [self._value([each]) for each in patterns]
+        if all(each.schema.get(_REST) is not False for each in members):
+            options.append(self._value(others))
+        if not required and options and any(each.schema.get("minProperties") for each in members):
+            yield options
+
+    def _of_other_names(self, members: Iterable[_Member], name: str) -> Iterator[_Member]:
+        """What patternProperties and additionalProperties demand of the property ``name``."""
+        for place, schema, *_ in members:
+            patterns = _mapping(schema, "patternProperties")
+            self._count(1 + len(patterns))
+            matched = {pattern: _matches(pattern, name) for pattern in patterns}
+            for pattern, matches in matched.items():
+                if matches:
+                    pointer = f"{place}/patternProperties/{escaped(pattern)}"
+                    yield from _member(pointer, patterns[pattern])
+            is_named = name in _mapping(schema, "properties")
+            if not is_named and all(each is False for each in matched.values()):
+                yield from _member(f"{place}/{_REST}", schema.get(_REST))
+
+    def _of_array(self, members: Iterable[_Member]) -> Iterator[list[_Part]]:
+        counts = [each.schema.get("minItems") for each in members]
+        least = max((each for each in counts if isinstance(each, int)), default=0)
+        longest = max((len(_first_items(each.schema)[1]) for each in members), default=0)
+        for index in range(longest + 1):
+            found = list[_Member]()
+            for each in members:
+                key, first = _first_items(each.schema)
+                if index < len(first):
+                    found += _member(f"{each.place}/{key}/{index}", first[index])
+                else:
+                    rest = "additionalItems" if key == "items" and first else "items"
+                    found += _member(f"{each.place}/{rest}", each.schema.get(rest))
+            item = self._value(found)
+            if index < least:
+                yield [item]
+
+
+def _member(place: str, schema: object) -> list[_Member]:
+    """None for true and false, which have no parts."""
+    return [_Member(place, schema)] if isinstance(schema, Mapping) else []
+
+
+def _branches(
+    place: str, schema: Mapping[str, Any], key: str, above: frozenset[int]
+) -> list[_Member]:
+    """None for an anyOf with a branch that is true or false."""
+    several = _list(schema, key)
+    found = [
+        _Member(f"{place}/{key}/{index}", each, above)
+        for index, each in enumerate(several)
+        if isinstance(each, Mapping)
+    ]
+    return found if key == "allOf" or len(found) == len(several) else []
+
+
+def _kinds(members: Iterable[_Member]) -> set[str] | None:
+    """The types that a value may have; None for all."""
+    found: set[str] | None = None
+    for each in members:
+        kind = each.schema.get("type")
+        if kind is not None:
+            own = (
+                {kind}
+                if isinstance(kind, str)
+                else set(filter(_is_text, _list(each.schema, "type")))
+            )
+            found = own if found is None else found & own
     return found
 
 
-def _kind_of(schema: Mapping[str, Any]) -> str | None:
-    """As _Part.kind, by the schema alone."""
-    several = schema.get("allOf")
-    said = [each for each in [schema, *(several if isinstance(several, list) else ())] if each]
-    types = (each.get("type") for each in said if isinstance(each, Mapping))
-    kind = next((each for each in types if each is not None), "")
-    if isinstance(kind, list):
-        kind = kind[0] if len(kind) == 1 else None
-    return kind if kind in _KINDS else None
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
-def _needs(part: _Part, whole: Mapping[str, Any], make: _Make) -> Iterator[list[_Part]]:
-    schema, inside = part.schema, dict[str, _Part]()
-    if (target := _target(whole, schema.get("$ref"))) is not None:
-        part.refers = True
-        yield [make(schema["$ref"][1:], target, part.kind)]
-    for pointer, inner in parts(schema):
-        if isinstance(inner, Mapping) and not pointer.startswith(_DEFINITIONS):
-            is_same = pointer.startswith(_SAME_VALUE)
-            inside[pointer] = make(part.place + pointer, inner, part.kind if is_same else "")
-    for key in ("anyOf", "oneOf"):
-        branches = schema.get(key)
-        if isinstance(branches, list) and branches:
-            if all(isinstance(each, Mapping) for each in branches):
-                yield [inside[f"/{key}/{index}"] for index in range(len(branches))]
-    for pointer, inner_part in inside.items():
-        if pointer.startswith("/allOf/"):
-            yield [inner_part]
-    if part.kind == "object":
-        yield from _of_object(schema, inside)
-    elif part.kind == "array":
-        yield from _of_array(schema, inside)
-
-
-def _of_object(schema: Mapping[str, Any], inside: Mapping[str, _Part]) -> Iterator[list[_Part]]:
-    required, named = schema.get("required"), schema.get("properties")
-    names = required if isinstance(required, list) else []
-    for name in names:
-        if isinstance(named, Mapping) and name in named:
-            pointer = f"/properties/{escaped(name)}"
-        else:
-            pointer = "" if schema.get("patternProperties") else "/additionalProperties"
-        if pointer in inside:
-            yield [inside[pointer]]
-    if schema.get("minProperties") and not names and schema.get("additionalProperties") is not None:
-        kinds = ("/properties/", "/patternProperties/", "/additionalProperties")
-        options = [each for pointer, each in inside.items() if pointer.startswith(kinds)]
-        if options and schema["additionalProperties"] is not True:
-            yield options
-
-
-def _of_array(schema: Mapping[str, Any], inside: Mapping[str, _Part]) -> Iterator[list[_Part]]:
+def _first_items(schema: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """The keyword, and the schemas of the first items."""
     key = "prefixItems" if "prefixItems" in schema else "items"
-    first, least = schema.get(key), schema.get("minItems")
-    count = len(first) if isinstance(first, list) else 0
-    least = least if isinstance(least, int) else 0
-    pointers = [f"/{key}/{index}" for index in range(min(least, count))]
-    if least > count:
-        pointers.append("/additionalItems" if isinstance(schema.get("items"), list) else "/items")
-    yield from ([inside[pointer]] for pointer in pointers if pointer in inside)
+    return key, _list(schema, key)
+
+
+def _mapping(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = schema.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _matches(pattern: str, name: str) -> bool | None:
+    """None for a pattern that is more than a text between anchors."""
+    if re.fullmatch(r"\^?[A-Za-z0-9 _-]*\$?", pattern) is None:
+        return None
+    return re.search(pattern, name) is not None
 
 
 def _target(whole: Mapping[str, Any], reference: object) -> Mapping[str, Any] | None:

@@ -24,6 +24,25 @@ ENDLESS = {
     "/patternProperties/a/$ref": {
         "type": "object", "patternProperties": {"a": ROOT}, "additionalProperties": False, "minProperties": 1,
     },
+    # What one part requires is defined in another one.
+    "/allOf/1/properties/b/$ref": {"type": "object", "allOf": [{"required": ["b"]}, {"properties": {"b": ROOT}}]},
+    "/properties/c/$ref": an_object(c=ROOT) | {"allOf": [{"allOf": [{"required": ["c"]}]}]},
+    "/allOf/0/properties/d/$ref": {"allOf": [{"properties": {"d": ROOT}}, {"type": "object"}], "required": ["d"]},
+    "/$defs/p/properties/e/$ref": an_object("e", e={"$ref": "#/$defs/o"})
+    | {"$defs": {"o": {"$ref": "#/$defs/p", "required": ["e"]}, "p": an_object(e=ROOT)}},
+    "/properties/f/$ref": an_object(f=ROOT) | {"anyOf": [{"required": ["f"]}, {"required": ["f", "g"]}]},
+    "/anyOf/0/properties/g/$ref": {
+        "type": "object", "required": ["g"],
+        "anyOf": [{"properties": {"g": ROOT}}, {"properties": {"g": {"type": "array", "items": ROOT, "minItems": 1}}}],
+    },
+    "/properties/h/$ref": an_object("h", h=ROOT) | {"anyOf": [{"type": "object"}, NULL]},
+    "/allOf/0/patternProperties/^i/$ref": {
+        "type": "object", "allOf": [{"patternProperties": {"^i": ROOT}}, {"required": ["ij"]}],
+    },
+    "/allOf/1/items/$ref": {"type": "array", "allOf": [{"minItems": 2}, {"items": ROOT}]},
+    "/allOf/1/additionalProperties/$ref": {
+        "type": "object", "allOf": [{"minProperties": 1}, {"additionalProperties": ROOT}],
+    },
     # Two that require each other, behind a property that may be left out.
     "/$defs/m~1n/properties/y/$ref": an_object(x={"$ref": "#/$defs/l"})
     | {"$defs": {"l": an_object("x", x={"$ref": "#/$defs/m~1n"}), "m/n": an_object("y", y={"$ref": "#/$defs/l"})}},
@@ -48,7 +67,37 @@ def test_the_place_that_has_no_end(place):
         {**an_object("a", a=ROOT), "enum": [{"a": 1}]},
         {**an_object(a=NULL), "$defs": {"unused": an_object("x", x={"$ref": "#/$defs/unused"})}},
         an_object("a", a={"$ref": "#/nowhere"}),
+        {"type": "object", "allOf": [{"required": ["b"]}, {"properties": {"a": ROOT}}]},
+        an_object(a=ROOT) | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"required": ["a"], "properties": {"a": ROOT}, "anyOf": [{"type": "object"}, NULL]},
+        an_object("a") | {"anyOf": [{"properties": {"a": ROOT}}, {"properties": {"a": NULL}}]},
+        {
+            "anyOf": [ROOT, {"$ref": "#/$defs/a"}, NULL],
+            "$defs": {"a": {"anyOf": [ROOT, {"type": "integer"}]}},
+        },
+        {
+            "type": "object",
+            "allOf": [{"required": ["a"]}, {"patternProperties": {"^(a|b)$": ROOT}}],
+        },
+        {"type": "object", "allOf": [{"minProperties": 1}, {"properties": {"a": ROOT}}]},
+        {"type": "number", "anyOf": [{"type": "integer"}, an_object("a", a=ROOT)]},
     ],
 )
 def test_what_ends(schema):
     assert endless_place(schema) is None
+
+
+@pytest.mark.parametrize("count", [3, 40, 400])
+def test_many_choices(count):
+    """Beyond some number, not all are tried together."""
+    choices = [
+        {"anyOf": [an_object(**{f"a{i}": ROOT}), an_object(**{f"b{i}": ROOT})]}
+        for i in range(count)
+    ]
+    assert endless_place({"allOf": choices}) is None
+    endless = {
+        "type": "object",
+        "properties": {"a": ROOT, "b": {"allOf": choices}},
+        "required": ["a"],
+    }
+    assert endless_place(endless) == "/properties/a/$ref" or count == 400
