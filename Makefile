@@ -33,7 +33,7 @@ demo: $(SERVING) ## Serve the bundled model on the CPU, ask it about some pictur
 	$(BIN)/kestrel-grpc demo --output out
 
 serve: $(SERVING) ## Serve the bundled model on 127.0.0.1:50051
-	$(BIN)/kestrel-grpc serve --model kestrel-small
+	$(BIN)/kestrel-grpc serve
 
 # How many processes share the tests: make test WORKERS=8. With 0, one process runs them, and a debugger works. There are
 # two more than cores, as some tests wait. Each process collects all tests, which takes 6 s of processor time.

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .models import TINY
 from .reports.report import Figure, Report, line
 from .traffic.chart_trace import NUM_IMAGES, draw_images
 
@@ -136,12 +137,12 @@ def measure_model(args: argparse.Namespace) -> bool:
     flags = ["--model", args.one, "--device", args.device]
     flags += ["--threads", "1"] if args.quick else ["--random-weights"]
     flags += FP8_FLAGS if args.fp8 else ()
-    name = f"{args.one}-fp8" if args.fp8 else args.one
+    name = Path(args.one).name + ("-fp8" if args.fp8 else "")
     opened = open_model(model_arguments(flags, quick=args.quick))
     good, measures = True, programs()
     command = shlex.join(["python", "-m", "benchmarks.gpu_suite", *sys.argv[1:]])
     for part in args.parts:
-        if part == "vision" and args.one not in (MODELS[0], "kestrel-tiny"):
+        if part == "vision" and args.one not in (MODELS[0], TINY):
             continue
         report = Report(part, vars(args), command=command)
         began = time.monotonic()
@@ -238,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.one:
         return 0 if measure_model(args) else 1
     if args.quick:
-        args.models, args.device = ["kestrel-tiny"], "cpu"
+        args.models, args.device = [TINY], "cpu"
     for file in args.out.glob("*.json"):
         file.unlink()
     cache = args.cache or args.out / "images"

@@ -1,4 +1,4 @@
-"""Measures serving the bundled model on a CPU: concurrent callers, batched decoding, fresh and repeated images.
+"""Measures serving the tests' model on a CPU: concurrent callers, batched decoding, fresh and repeated images.
 
 python -m benchmarks.serving_cpu [--quick] [--grpc] [--json FILE]
 """
@@ -15,6 +15,7 @@ from functools import partial
 
 from kestrel_engine import RuntimeConfig
 
+from .models import TINY
 from .reports.program import Flag, Program
 from .reports.report import Report, median, quantile
 from .traffic.callers import Answer, EngineTarget, Target, engine_target, served_target
@@ -23,7 +24,7 @@ from .traffic.random_images import jpeg
 PROGRAM = Program(
     "serving_cpu",
     __doc__,
-    Flag("--model", "kestrel-tiny", "name or path"),
+    Flag("--model", TINY, "name or path"),
     Flag("--threads", None, "threads of one operator [torch's choice]", type=int),
     Flag("--max-batch-size", 64, "sequences a step"),
     Flag("--grpc", False, "call a server through the SDK; no RPC has forced decoding"),

@@ -1,7 +1,7 @@
 """Runs the trace through the engine: requests from encoded JPEG bytes to the last token, in one process.
 
 python -m benchmarks.trace --model moondream2 --random-weights --device cuda --in-flight 64 1 --tokens 3 30 --json F
-python -m benchmarks.trace --model kestrel-tiny --num-prompts 50 --in-flight 8
+python -m benchmarks.trace --model tests/models/kestrel-tiny --num-prompts 50 --in-flight 8
 
 Every combination of --in-flight and --tokens starts with empty caches, on one loaded model. The length of an answer is
 forced: the skill ``forced_query`` is a greedy query whose rule forbids the end token. A caller sends the next question

@@ -19,10 +19,12 @@ import pytest
 from tests import clock
 from tests.forking.process import start_fork_server
 from tests.shell import forget_the_shell
+from tests.tiny import VARIABLES
 
 FORKING = Path(__file__).parent / "forking"
 
 forget_the_shell(os.environ)
+os.environ |= VARIABLES
 
 # Every process keeps what it compiles, whatever the shell says: otherwise each process compiles all modules again, and
 # pytest rewrites the tests again. That took 15 s for each process that collects.

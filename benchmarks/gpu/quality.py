@@ -33,6 +33,7 @@ from kestrel_engine.types.step import Row
 
 from ..decode import FIRST_TEXT_ID
 from ..device.rates import synchronize
+from ..models import TINY
 from ..models.hand_made_steps import HandMadeSteps, Held
 from ..models.opening import (
     MODEL_FLAGS,
@@ -325,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> Report:
             with opened_model(config) as opened:
                 measure_drift(args, opened, report)
         if not args.drift_only:
-            flags = ["--model", "kestrel-tiny", "--device", config.device, "--max-batch-size", "32"]
+            flags = ["--model", TINY, "--device", config.device, "--max-batch-size", "32"]
             flags += ["--precision", config.precision]
             flags += ["--threads", str(config.cpu_threads)] if config.cpu_threads else []
             with opened_model(model_arguments(flags)) as opened:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kestrel_engine import RuntimeConfig
-from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.open import open_model
 
+from ..models import TINY
 from ..reports import bars
 from ..reports.program import Flag, Program
 from ..reports.report import Report
@@ -30,7 +30,7 @@ from ..traffic.processes import START_PATIENCE_S, serve
 PROGRAM = Program(
     "gpu.startup",
     __doc__,
-    Flag("--model", "moondream2", "model", quick="kestrel-tiny"),
+    Flag("--model", "moondream2", "model", quick=TINY),
     Flag("--device", "cuda", "device", quick="cpu"),
     Flag("--folder", Path("/tmp/kestrel-weights"), "folder of the weights", type=Path),
     Flag("--fp8", False, "write the experts in FP8"),
@@ -67,12 +67,11 @@ def write_checkpoint(model: str, folder: Path, *, device: str, keep_fp8: bool) -
         if device != "cpu":
             # The server plans with what is free.
             torch.cuda.empty_cache()
-        released = BUNDLED / "kestrel_tiny/config.json" if model == "kestrel-tiny" else None
-        raw = (
-            {"model_type": config.family} if released is None else json.loads(released.read_text())
-        )
-        (folder / "config.json").write_text(json.dumps(raw))
-        shutil.copy(BUNDLED / "kestrel_tiny/tokenizer.json", folder)
+        if (described := Path(model) / "config.json").is_file():
+            shutil.copy(described, folder)
+        else:
+            (folder / "config.json").write_text(json.dumps({"model_type": config.family}))
+        shutil.copy(Path(TINY) / "tokenizer.json", folder)
     return weights.stat().st_size
 
 
@@ -123,10 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> Report:
     with PROGRAM.reporting(arguments) as (args, of_server, report):
         model, device = args.model, args.device
         keep_fp8 = args.fp8 or model == "moondream3.1-9b-a2b"
-        folder = args.folder / (model + ("-fp8" if keep_fp8 else ""))
+        name = Path(model).name
+        folder = args.folder / (name + ("-fp8" if keep_fp8 else ""))
         size = write_checkpoint(model, folder, device=device, keep_fp8=keep_fp8)
         flags = ["--model", model, "--weights", str(folder), "--device", device, *of_server]
-        measure(report, model, folder, size, flags, args.runs, args.warm)
+        measure(report, name, folder, size, flags, args.runs, args.warm)
     return report
 
 

@@ -28,6 +28,7 @@ from kestrel_grpc.settings.model import add_model_flags, runtime_configs
 from ..reports.program import Program
 from ..reports.report import Report
 from ..traffic.callers import EngineTarget
+from . import TINY
 from .forced_skill import ForcedCaption, ForcedDetect, ForcedQuery
 from .made_up_tokenizer import tokenizer_file
 
@@ -40,7 +41,7 @@ MODEL_FLAGS = (
     "All other flags are those of 'kestrel-grpc serve' about the model and its steps: --model, --random-weights,\n"
     "--device, --precision, --max-batch-size, --step-crops and so on."
 )
-QUICK = ("--model", "kestrel-tiny", "--device", "cpu", "--max-seq-length", "640")
+QUICK = ("--model", TINY, "--device", "cpu", "--max-seq-length", "640")
 """Flags of the model with --quick. The user's flags follow them."""
 
 KV_CACHE_GIB = 24.0

@@ -1,4 +1,4 @@
-"""Measures how a flood of one principal's calls affects other principals, by default with kestrel-tiny on a CPU.
+"""Measures how a flood of one principal's calls affects other principals, by default with kestrel-small on a CPU.
 
 python -m benchmarks.service.shares [--quick] [--in-flight N] [--calls N] [--json FILE]
 python -m benchmarks.service.shares --max-batch-size 64 --model moondream2 --random-weights --device cuda

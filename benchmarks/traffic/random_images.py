@@ -9,7 +9,7 @@ COLOURS = ((220, 40, 40), (40, 160, 60), (50, 80, 210), (235, 200, 50), (150, 70
 
 
 def jpeg(seed: int, width: int, height: int) -> bytes:
-    """Returns a scene of the kind that the bundled model was trained on, so that it answers in words."""
+    """Returns a scene of the kind that kestrel-tiny was trained on, so that it answers in words."""
     rng = np.random.default_rng(seed)
     pixels = np.full((height, width, 3), rng.integers(200, 256, 3), np.float32)
     y, x = np.mgrid[:height, :width]

@@ -70,8 +70,7 @@ class ModelSource:
 KNOWN: dict[str, ModelSource] = {
     source.name: source
     for source in (
-        ModelSource("kestrel-small", path=BUNDLED / "kestrel_small", family="moondream3"),
-        ModelSource(DEFAULT_MODEL, path=BUNDLED / "kestrel_tiny", family="moondream3"),
+        ModelSource(DEFAULT_MODEL, path=BUNDLED / "kestrel_small", family="moondream3"),
         ModelSource(
             "moondream2",
             hub=HubCheckpoint(

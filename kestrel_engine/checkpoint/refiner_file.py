@@ -12,8 +12,6 @@ from .catalog import HubFile
 from .hub import Hub
 
 NAME = "refiner.safetensors"
-SPARE_NAME = "spare_refiner.safetensors"
-"""A refiner that auto does not use, because it rounds corners (docs/lab/kestrel-tiny.md)."""
 RELEASED = HubFile("moondream/SegHeadRefiner", "main", "model.pt", flag="--refiner")
 """The refiner of the released Moondream 3 models. Its repository may need permission."""
 

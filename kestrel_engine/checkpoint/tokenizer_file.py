@@ -53,7 +53,7 @@ def stand_in_tokenizer(path: str | Path | None, config_file: Path | None) -> Pat
         return tokenizer_file(path)
     if config_file is not None and (beside := config_file.parent / NAME).is_file():
         return beside
-    return BUNDLED / "kestrel_tiny" / NAME
+    return BUNDLED / "kestrel_small" / NAME
 
 
 def _problem(file: Path, config: ModelConfig) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from .adapters import AdapterSources
 from .groups import MODEL
 
-DEFAULT_MODEL = "kestrel-tiny"
+DEFAULT_MODEL = "kestrel-small"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ModelPaths:
 class ModelSettings:
     model: str = MODEL.setting(
         DEFAULT_MODEL,
-        "kestrel-small, kestrel-tiny, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
+        "kestrel-small, moondream2, moondream3-preview, moondream3.1-9b-a2b, "
         "a hub id ORG/REPO[@REVISION][:FILE], a bucket s3://BUCKET/PREFIX, or a path",
     )
     model_path: str | Path | None = MODEL.setting(

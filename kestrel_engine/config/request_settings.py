@@ -35,7 +35,7 @@ class RequestSettings:
     the model's own, or for a large model on a CPU what `building.cpu_choice` chooses."""
     max_images: int = checked(16, low=1, high=64)
     """Limit on the images of one request; the model's context limits them further. Moondream 2 holds two images,
-    Moondream 3 five, kestrel-tiny six."""
+    Moondream 3 five, kestrel-small three."""
     max_queued_pixels: int = checked(4_000_000_000, low=1)
     """Limit on the pixels of all images that wait to be decoded. A decoder decodes about 100 million pixels a
     second."""

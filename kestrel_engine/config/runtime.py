@@ -21,11 +21,10 @@ from .sizes import Sizes, default_sizes
 # The fields of the last base come first, in help texts and tables too.
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSettings):
-    """``model`` is a name (``kestrel-small``, ``kestrel-tiny``, ``moondream2``, ``moondream3-preview``,
-    ``moondream3.1-9b-a2b``), a hub id ``org/repo[@revision][:file]``, ``s3://bucket/prefix``, or a path. ``model_path``
-    gives weights that replace the model's own; ``model_paths`` gives them too, with a tokenizer. Each field's ``help``
-    describes it. With None, the device or the model determines the value. Raises ConfigError, which names field, value
-    and limit.
+    """``model`` is a name (``kestrel-small``, ``moondream2``, ``moondream3-preview``, ``moondream3.1-9b-a2b``), a hub
+    id ``org/repo[@revision][:file]``, ``s3://bucket/prefix``, or a path. ``model_path`` gives weights that replace the
+    model's own; ``model_paths`` gives them too, with a tokenizer. Each field's ``help`` describes it. With None, the
+    device or the model determines the value. Raises ConfigError, which names field, value and limit.
     """
 
     model_paths: InitVar[ModelPaths | None] = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..checkpoint.checksums import checksum
+from ..config.model_settings import DEFAULT_MODEL
 from ..config.runtime import RuntimeConfig
 from ..engine import InferenceEngine
 from .finding import Finding
@@ -66,7 +67,7 @@ async def accept(
     For weights that are given by path, only ``config.model`` says which model they are. Raises KestrelError.
     """
     name, release = release_of(config.model)
-    if release is None or (name == "kestrel-tiny" and config.model_path is not None):
+    if release is None or (name == DEFAULT_MODEL and config.model_path is not None):
         model = config.model_path or config.model
         models = ", ".join(name for name, each in RELEASES.items() if each.answers)
         message = f"not checked: no answer is known for {model}, only for {models}"

@@ -16,7 +16,6 @@ from ..checkpoint.files import INDEX_SUFFIX, shard_names
 from ..checkpoint.open import OpenedModel, open_model
 from ..checkpoint.progress import log_progress
 from ..checkpoint.refiner_file import NAME as REFINER_NAME
-from ..checkpoint.refiner_file import SPARE_NAME
 from ..checkpoint.tokenizer_file import NAME as TOKENIZER_NAME
 from ..checkpoint.weights.plan import checkpoint_error
 from ..config.runtime import RuntimeConfig
@@ -78,7 +77,7 @@ def named_files(opened: OpenedModel) -> dict[str, Path]:
         if set(shard_names(index)) == set(files):
             files[index.name] = index
             break
-    for name in (CONFIG_NAME, REFINER_NAME, SPARE_NAME, CALIBRATION_NAME):
+    for name in (CONFIG_NAME, REFINER_NAME, CALIBRATION_NAME):
         if (beside := folder / name).is_file():
             files[name] = beside
     files[TOKENIZER_NAME] = opened.tokenizer_path

@@ -105,7 +105,7 @@ class EngineInfo:
     """Fixed for the engine's life. Positions are KV positions; sizes are bytes."""
 
     model: str
-    """Name that requests and results carry, e.g. "kestrel-tiny"."""
+    """Name that requests and results carry, e.g. "kestrel-small"."""
     family: Family
     skills: tuple[str, ...]
     max_context: int

@@ -29,8 +29,8 @@ from .answers.analysis import MAX_TASKS
 API_VERSION = "kestrel.v1"
 
 _LIBRARIES = "torch numpy grpcio protobuf tokenizers safetensors pyvips kestrel-client".split()
-_LICENSES = dict.fromkeys(("kestrel-small", "kestrel-tiny"), "Apache-2.0")
-"""Licenses of this project's own weights. For other weights, and for a path, the field stays empty."""
+_LICENSES = {"kestrel-small": "Apache-2.0"}
+"""Of this project's own weights. For other weights, and for a path, the field stays empty."""
 _STATES = {state: pb.ModelState.Value(f"MODEL_STATE_{state.name}") for state in State}
 _FORMATS = {
     "JPEG": "jpeg",

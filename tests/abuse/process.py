@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from tests.abuse.fake_server import HANG_FILE
 from tests.forking.process import ForkedProcess
+from tests.tiny import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +38,7 @@ class ServerProcess:
                 cwd=ROOT,
                 env={
                     **inherited,
+                    **VARIABLES,
                     "KESTREL_DRAIN_DELAY": "0",
                     HANG_FILE: str(self.hang),
                     **variables,

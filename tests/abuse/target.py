@@ -24,6 +24,7 @@ from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
+from tests.tiny import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
@@ -45,6 +46,7 @@ class Target:
         path.chmod(0o600)
         self.log = folder / "log"
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
+        environ |= VARIABLES
         with self.log.open("wb") as log:
             self.popen = start(
                 [

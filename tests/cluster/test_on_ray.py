@@ -18,6 +18,7 @@ import pytest
 from tests.cluster.local_ray import Callers, LocalRay, until
 from tests.ports import free_port
 from tests.service.command_line import ROOT
+from tests.tiny import TINY
 
 pytestmark = [
     pytest.mark.slow,
@@ -155,7 +156,7 @@ async def test_the_load_decides_how_many_there_are(ray, up):
 async def test_a_new_model_is_rolled_out_without_a_lost_call(ray, up, tmp_path):
     while len(ray.ray.worker_nodes) < 3:
         ray.add_node()
-    shutil.copytree(ROOT / "kestrel_engine/bundled/kestrel_tiny", tmp_path / "second")
+    shutil.copytree(TINY, tmp_path / "second")
     settings = "[cluster]\nreplicas = 2\nsurge = 50\n"
     url = up(settings)
     with front(ray, url) as address:

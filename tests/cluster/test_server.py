@@ -18,7 +18,7 @@ from tests.waiting import until
 
 TASK = ServerTask(
     settings='[device]\ndevice = "cpu"\nthreads = 1\n[scheduler]\nkv-cache-gib = 0.1\n',
-    model="kestrel-tiny", port=0, drain_delay_s=0.0, grace_s=60.0, needs_token=False, secrets=(),
+    model="kestrel-small", port=0, drain_delay_s=0.0, grace_s=60.0, needs_token=False, secrets=(),
     version="v",
 )  # fmt: skip
 
@@ -124,5 +124,6 @@ async def test_a_server_whose_replica_is_killed_drains(start, monkeypatch):
 )
 async def test_a_server_that_cannot_start(start, monkeypatch, changes, message):
     monkeypatch.delenv("KESTREL_API_KEY", raising=False)
+    monkeypatch.delenv("KESTREL_MODEL")  # It would win over the settings.
     with pytest.raises(ServerError, match=message):
         await start(**changes)

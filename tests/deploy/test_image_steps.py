@@ -56,7 +56,7 @@ def test_the_steps_of_the_image_make_a_server_that_becomes_healthy(tmp_path: Pat
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert "runs as 10001 in /home/kestrel" in lines and lines[-1] == "ended with 0"
-    assert "kestrel-grpc ready: kestrel-tiny on cpu" in done.stdout
+    assert "kestrel-grpc ready: kestrel-small on cpu" in done.stdout
     assert any(line.startswith("{") and '"answer":"' in line.replace(" ", "") for line in lines)
     assert any(line.startswith("/opt/kestrel/lib/python3") for line in lines)
     assert not Path("/opt/kestrel").exists() and not Path("/tmp/kestrel.sock").exists()

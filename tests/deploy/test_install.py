@@ -84,6 +84,6 @@ systemctl show kestrel-grpc --property=Result,ExecMainStatus
     lines = printed.splitlines()
     assert lines.count("SERVING") == 3, printed
     assert "2" in lines, "the answer"
-    assert '"id":"kestrel-tiny"' in printed.replace(" ", "")
+    assert '"id":"kestrel-small"' in printed.replace(" ", "")
     assert "/etc/kestrel/credentials/tls.key 600 root" in lines
     assert lines[-2:] == ["Result=success", "ExecMainStatus=0"]

@@ -89,7 +89,6 @@ def served() -> Iterator[Any]:
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "triton_python_backend_utils", utilities)
-        patch.setenv("KESTREL_MODEL", "kestrel-tiny")
         patch.setenv("KESTREL_DEVICE", "cpu")
         spec.loader.exec_module(module)
         made = module.TritonPythonModel()

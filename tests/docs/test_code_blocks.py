@@ -18,6 +18,7 @@ import pytest
 from kestrel_grpc.cli.program import COMMANDS, main, whole_parser
 from tests.code_blocks import PAGES, ROOT, Block, code_blocks
 from tests.forking.process import ForkedProcess
+from tests.tiny import TINY
 
 BLOCKS = [block for page in PAGES for block in code_blocks(page)]
 
@@ -120,7 +121,7 @@ def folder(tmp_path_factory):
     shutil.copytree(ROOT / commands / "pictures", folder / commands / "pictures")
     shutil.copytree(ROOT / commands / "pictures", folder, dirs_exist_ok=True)
     shutil.copy(ROOT / commands / "demo.jpg", folder / "picture.jpg")
-    shutil.copy(ROOT / "kestrel_engine/bundled/kestrel_tiny/sample.jpg", folder / "other.jpg")
+    shutil.copy(TINY / "sample.jpg", folder / "other.jpg")
     (folder / ".venv/bin").mkdir(parents=True)
     for name, module in (
         ("kestrel-grpc", "kestrel_grpc"),
@@ -136,7 +137,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(folder):
-    """kestrel-tiny with the plug-in of docs/develop/skills.md, as the page serves it."""
+    """The default model with the plug-in of docs/develop/skills.md, as the page serves it."""
     (plugin,) = [b for b in BLOCKS if b.text.startswith('"""yes_no')]
     (folder / "yes_no.py").write_text(plugin.text)
     server = ForkedProcess(
@@ -144,7 +145,8 @@ def address(folder):
          "--batches", "batches.db"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={
-            **os.environ, "KESTREL_DRAIN_DELAY": "0", "PYTHONPATH": f"{ROOT}:{ROOT}/clients/python:{folder}",
+            **os.environ, "KESTREL_MODEL": "", "KESTREL_DRAIN_DELAY": "0",
+            "PYTHONPATH": f"{ROOT}:{ROOT}/clients/python:{folder}",
         },
     )  # fmt: skip
     with server:

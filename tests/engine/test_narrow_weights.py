@@ -10,7 +10,6 @@ import torch
 from kestrel_engine import ConfigError, InferenceEngine, RuntimeConfig
 from kestrel_engine.building import device as devices
 from kestrel_engine.building import factory
-from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.open import load_weights, open_model
 from kestrel_engine.checkpoint.weights.int4 import Order
 from kestrel_engine.models.compiled import few_rows
@@ -19,6 +18,7 @@ from kestrel_engine.models.weight_only import pack_for_cpu
 from kestrel_engine.sizing import GIB, fit
 from tests.checkpoint_loading import load_checkpoint
 from tests.four_bit_checkpoint import in_four_bits, write
+from tests.tiny import TINY
 
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "logprobs": True}
 
@@ -32,7 +32,7 @@ def folders(request, golden_folder, tmp_path_factory):
     made = []
     for kind, tensors in (("int4", stored), ("wide", values)):
         folder = write(tmp_path_factory.mktemp(f"{request.param}-{kind}"), tensors, raw)
-        shutil.copy(BUNDLED / "kestrel_tiny/tokenizer.json", folder)
+        shutil.copy(TINY / "tokenizer.json", folder)
         made.append(folder)
     return made
 
@@ -93,16 +93,16 @@ def test_torchs_own_product_of_four_bits_is_near_the_widened_weights(folders, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 async def test_any_checkpoint_can_be_rounded_while_it_is_loaded(precision):
-    config = RuntimeConfig(precision=precision, device="cpu")
+    config = RuntimeConfig(model_path=TINY, precision=precision, device="cpu")
     device, dtype = torch.device("cpu"), devices.dtype_of(config)
     expected = open_model(config).weight_bytes(dtype, device, narrow=precision)
     settings = {"max_tokens": 30, "temperature": 0.0}
     async with await InferenceEngine.create(config) as engine:
         assert engine.info.weights_bytes == expected
         assert engine.info.precision.endswith(f" with {precision} weights")
-        result = await engine.caption(BUNDLED / "kestrel_tiny/sample.jpg", settings=settings)
+        result = await engine.caption(TINY / "sample.jpg", settings=settings)
         assert result.output["caption"]
-    built = factory.build(RuntimeConfig(device="cpu"))
+    built = factory.build(RuntimeConfig(model_path=TINY, device="cpu"))
     built.runtime.close()
     assert expected < 0.6 * built.info.weights_bytes
     assert built.info.num_parameters == engine.info.num_parameters

@@ -26,6 +26,7 @@ from tests.equality.mixes import (
     random_settings,
     run_mix,
 )
+from tests.tiny import TINY
 
 SEEDS = int(os.environ.get("KESTREL_EQUALITY_SEEDS", "7"))
 NAMES = ("md2", "md3", "kestrel-tiny")
@@ -48,7 +49,7 @@ def alone(golden_images: Path) -> Alone:
 def model(request: pytest.FixtureRequest, golden_folder: Callable[[str], Path]) -> Model:
     if request.param == "kestrel-tiny":
         asks = ASKS + REFERRING + SEGMENTING
-        return Model("kestrel-tiny", {"model": "kestrel-tiny"}, 325, (1, 5, 13, 65), asks)
+        return Model("kestrel-tiny", {"model_path": TINY}, 325, (1, 5, 13, 65), asks)
     asks = ASKS + REFERRING + (SEGMENTING if request.param == "md3" else ())
     config = {"model_path": golden_folder(request.param)}
     return Model(request.param, config, 730, (1, 5, 10, 73), asks)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from kestrel_engine import EngineResult, InferenceEngine, RuntimeConfig
 from kestrel_engine.checkpoint.open import open_model
 from tests.engine.adapters.random_adapters import random_tensors
+from tests.tiny import TINY
 
 IMAGES = [
     np.random.default_rng(4).integers(0, 256, (*sides, 3), dtype=np.uint8)
@@ -21,7 +22,8 @@ IMAGES = [
 async def answers(
     folder: Path, device: str, names: tuple[str | None, ...], **settings: Any
 ) -> list[tuple[int, ...]]:
-    config = RuntimeConfig(adapters_dir=folder, device=device, dtype="float32", **settings)
+    settings = {"model_path": TINY, "device": device, "dtype": "float32", **settings}
+    config = RuntimeConfig(adapters_dir=folder, **settings)
     async with await InferenceEngine.create(config) as engine:
 
         async def ask(image: np.ndarray, adapter: str | None) -> tuple[int, ...]:
@@ -34,7 +36,7 @@ async def answers(
 
 
 async def test_mixed_requests_equal_those_of_a_cpu(tmp_path: Path) -> None:
-    model = open_model(RuntimeConfig()).config
+    model = open_model(RuntimeConfig(model_path=TINY)).config
     save_file(random_tensors(model, 1, size=0.3), tmp_path / "text.safetensors")
     sight = random_tensors(model, 2, size=0.3, vision=True, only="vision.")
     save_file(sight, tmp_path / "sight.safetensors")
@@ -43,13 +45,13 @@ async def test_mixed_requests_equal_those_of_a_cpu(tmp_path: Path) -> None:
     assert plain == await answers(tmp_path, "cpu", names)
 
 
-@pytest.mark.parametrize("model", ["bundled", "md2", "md3"])
+@pytest.mark.parametrize("model", ["kestrel-tiny", "md2", "md3"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 async def test_kernels_equal_a_cpu(
     model: str, cuda_graphs: bool, tmp_path: Path, golden_folder: Any
 ) -> None:
     """All layers, with ranks of one slab and of several: of the text decoder, the vision tower and the projector."""
-    path = None if model == "bundled" else golden_folder(model)
+    path = TINY if model == "kestrel-tiny" else golden_folder(model)
     config = open_model(RuntimeConfig(model_path=path)).config
     for rank, part in ((3, ""), (16, ".mlp."), (40, "attn.")):
         tensors = random_tensors(config, rank, rank, size=0.3, only=part)

@@ -12,6 +12,7 @@ from kestrel_engine.runtime.gpu import device as gpu_device
 from kestrel_engine.types.step import Row
 from tests.golden.test_engine import check_cases
 from tests.gpu.test_torch_runtime_cuda import IMAGE
+from tests.tiny import TINY
 
 
 @pytest.mark.parametrize("model", ["md2", "md3"])
@@ -49,7 +50,7 @@ async def test_an_ampere_card_answers_in_bfloat16(monkeypatch):
         monkeypatch.setattr(
             f"kestrel_engine.runtime.gpu.{module}.capabilities", lambda device: ampere
         )
-    config = RuntimeConfig(device="cuda", kv_cache_gib=1.0)
+    config = RuntimeConfig(model_path=TINY, device="cuda", kv_cache_gib=1.0)
     async with await InferenceEngine.create(config) as engine:
         greedy = {"temperature": 0.0}
         question = "How many green crescents are there?"
@@ -92,7 +93,7 @@ def test_kept_and_widened_experts_compute_alike(golden_folder, compile):
 async def test_a_cache_larger_than_the_card_says_what_to_lower():
     from kestrel_engine import InsufficientMemoryError
 
-    config = RuntimeConfig(device="cuda", kv_cache_gib=5000.0)
+    config = RuntimeConfig(model_path=TINY, device="cuda", kv_cache_gib=5000.0)
     with pytest.raises(InsufficientMemoryError, match=r"lower --kv-cache-gib to at most \d+"):
         await InferenceEngine.create(config)
 

@@ -8,6 +8,7 @@ from kestrel_engine.checkpoint.files import read_headers
 from kestrel_engine.checkpoint.weights.device_reader import DeviceReader
 from kestrel_engine.checkpoint.weights.random_weights import random_checkpoint
 from kestrel_engine.types.model_config import parse_model_config
+from tests.tiny import TINY
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
@@ -41,7 +42,7 @@ def test_kept_experts_and_fingerprint(tmp_path):
     from benchmarks.gpu.startup import write_checkpoint
     from tests.checkpoint_loading import load_checkpoint
 
-    write_checkpoint("kestrel-tiny", tmp_path, device="cpu", keep_fp8=True)
+    write_checkpoint(str(TINY), tmp_path, device="cpu", keep_fp8=True)
     on_cpu, on_cuda = (
         load_checkpoint(tmp_path, dtype=torch.bfloat16, device=device, keep_fp8=True)
         for device in ("cpu", "cuda")

@@ -5,6 +5,7 @@ import gzip
 import json
 
 from kestrel_engine import InferenceEngine, ProfileRequest, RuntimeConfig
+from tests.tiny import TINY
 
 
 async def profiled(engine, path):
@@ -24,7 +25,9 @@ async def profiled(engine, path):
 
 
 async def test_two_profiles_hold_the_kernels_of_captured_graphs(tmp_path):
-    async with await InferenceEngine.create(RuntimeConfig(device="cuda")) as engine:
+    async with await InferenceEngine.create(
+        RuntimeConfig(model_path=TINY, device="cuda")
+    ) as engine:
         load = engine.info.load
         assert engine.compiled.compiled + engine.compiled.cached > 0 and engine.compiled.seconds > 0
         assert load.weights_s > 0 and load.capture_s > 0 and load.warm_up_s > 0

@@ -9,8 +9,7 @@ import pytest
 from kestrel_client.drawing.rasterise import fill
 from kestrel_client.drawing.svg_path import polygons
 from kestrel_engine import InferenceEngine, RuntimeConfig
-from kestrel_engine.checkpoint.catalog import BUNDLED
-from kestrel_engine.checkpoint.refiner_file import SPARE_NAME
+from tests.tiny import SPARE_REFINER, TINY
 
 IMAGE = Path(__file__).parents[2] / "clients/python/kestrel_client/commands/demo.jpg"
 OBJECTS = ("pink star", "green crescent", "green shape", "shape")
@@ -19,10 +18,8 @@ WIDTH, HEIGHT = 857, 783
 
 async def outlines(device: str, dtype: str, **settings) -> list[dict]:
     """The segments of all objects, asked for together with captions, which decode meanwhile."""
-    refiner = BUNDLED / "kestrel_tiny" / SPARE_NAME
-    config = RuntimeConfig(
-        device=device, dtype=dtype, max_batch_size=8, refiner=refiner, **settings
-    )
+    settings |= {"device": device, "dtype": dtype, "refiner": SPARE_REFINER}
+    config = RuntimeConfig(model_path=TINY, max_batch_size=8, **settings)
     async with await InferenceEngine.create(config) as engine:
         assert engine.info.refines
         captions = [

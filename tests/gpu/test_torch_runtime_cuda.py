@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
+from tests.tiny import TINY
 
 IMAGE = Path(__file__).parents[2] / "clients/python/kestrel_client/commands/demo.jpg"
 
@@ -11,7 +12,7 @@ IMAGE = Path(__file__).parents[2] / "clients/python/kestrel_client/commands/demo
 async def test_kestrel_tiny_answers_as_on_the_cpu(golden_images):
     answers = []
     for device in ("cpu", "cuda"):
-        config = RuntimeConfig(device=device, dtype="float32", max_batch_size=8)
+        config = RuntimeConfig(model_path=TINY, device=device, dtype="float32", max_batch_size=8)
         async with await InferenceEngine.create(config) as engine:
             pictures = sorted(golden_images.iterdir())
             greedy = {"temperature": 0.0, "max_tokens": 60}
@@ -23,7 +24,9 @@ async def test_kestrel_tiny_answers_as_on_the_cpu(golden_images):
 
 async def test_kestrel_tiny_answers_in_bfloat16():
     """The default dtype on CUDA: not compared token by token, but it must see what is there."""
-    async with await InferenceEngine.create(RuntimeConfig(device="cuda")) as engine:
+    async with await InferenceEngine.create(
+        RuntimeConfig(model_path=TINY, device="cuda")
+    ) as engine:
         assert engine.info.dtype == "bfloat16"
         result = await engine.query(
             IMAGE, "How many green crescents are there?", settings={"temperature": 0.0}

@@ -14,6 +14,7 @@ from unittest import mock
 
 from kestrel_grpc.cli.program import main
 from tests.forking.process import run_forked
+from tests.tiny import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "kestrel_grpc"]
@@ -22,10 +23,11 @@ Done = subprocess.CompletedProcess
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's variables, less those that would change defaults or lead to a proxy. Torch computes with one
-    thread."""
+    thread, and the model is kestrel-tiny."""
     changing = re.compile("KESTREL_|https?_proxy$", re.IGNORECASE)
     inherited = {k: v for k, v in os.environ.items() if not changing.match(k)}
-    return {**inherited, "KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0", **variables}
+    own = {"KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0"}
+    return {**inherited, **VARIABLES, **own, **variables}
 
 
 def kestrel(*arguments: object, stdin: bytes | None = None, **variables: str) -> Done[str]:

@@ -1,4 +1,4 @@
-"""Fixtures of the training tests: one torch thread, the bundled files, evaluation images as the engine sees them."""
+"""Fixtures of the training tests: one torch thread, kestrel-tiny's prompts, images as the engine sees them."""
 
 import io
 import zipfile
@@ -10,10 +10,9 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from tests.tiny import TINY
 from training.prompts import PromptWriter
 from training.sources import HELD_SET, ICON_SETS, icon_names
-
-BUNDLED = Path(__file__).parents[2] / "kestrel_engine" / "bundled" / "kestrel_tiny"
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +24,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def bundled() -> Path:
-    return BUNDLED
-
-
-@pytest.fixture(scope="session")
 def writer() -> PromptWriter:
-    return PromptWriter.of(BUNDLED)
+    return PromptWriter.of(TINY)
 
 
 def _photographs(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The bundled files: size, names, and the engine against the plain reference, token for token."""
+"""The files of both models: size, names, and the engine against the plain reference, token for token."""
 
 import json
 import math
@@ -19,34 +19,36 @@ from kestrel_engine.checkpoint.weights.expected import expected_tensors
 from kestrel_engine.preprocess.crops import select_tiling
 from kestrel_engine.types.calibration import CURVES, FILE_NAME
 from kestrel_engine.types.model_config import parse_model_config
+from tests.tiny import TINY
 from training.learning.model import Learner, prompt_mask
 from training.prompts import COORD, SIZE, Prompt, PromptWriter
 from training.scenes.evaluation_set import encode, example
-from training.scenes.scenes import TINY
+from training.scenes.scenes import TINY as VISION
 
+SMALL = BUNDLED / "kestrel_small"
 PAGE = 5
 GREEDY = {"temperature": 0.0}
 
 
-PREFIX = 1 + TINY.grid**2
+PREFIX = 1 + VISION.grid**2
 
 
 def _load_exported(folder: Path) -> Learner:
-    """The bundled bfloat16 weights in a float32 model."""
+    """The bfloat16 weights in a float32 model."""
     tensors = load_file(folder / "model.safetensors")
     config = parse_model_config(json.loads((folder / "config.json").read_text()))
     return Learner(config, {name.removeprefix("model."): t.float() for name, t in tensors.items()})
 
 
 @pytest.mark.parametrize(
-    ("name", "largest", "shape"),
-    [("kestrel_tiny", 22_000_000, [8, 256, 256]), ("kestrel_small", 60_000_000, [1536, 384])],
+    ("folder", "largest", "shape"),
+    [(TINY, 22_000_000, [8, 256, 256]), (SMALL, 60_000_000, [1536, 384])],
+    ids=["kestrel-tiny", "kestrel-small"],
 )
 def test_the_files_have_their_checksums_and_fit_the_package(
-    name: str, largest: int, shape: list[int]
+    folder: Path, largest: int, shape: list[int]
 ) -> None:
     """The tensors are bfloat16 under the released names."""
-    folder = BUNDLED / name
     for file, known in read_sums(folder).items():
         assert checksum(folder / file) == known, file
     assert (folder / "model.safetensors").stat().st_size <= largest
@@ -72,8 +74,8 @@ def _seen(model: Learner, data: bytes) -> torch.Tensor:
     import pyvips
 
     image = pyvips.Image.new_from_buffer(data, "")[:3]
-    rows, columns = select_tiling(image.width, image.height, TINY)
-    side, window = TINY.crop_size, TINY.crop_window
+    rows, columns = select_tiling(image.width, image.height, VISION)
+    side, window = VISION.crop_size, VISION.crop_window
 
     def stretched(width: int, height: int) -> np.ndarray:
         return np.asarray(image.resize(width / image.width, vscale=height / image.height).numpy())
@@ -134,15 +136,13 @@ def _box_scores(model: Learner, image: torch.Tensor, prompt: Prompt) -> list[flo
 
 
 @pytest.mark.parametrize("index", [3, pytest.param(18, marks=pytest.mark.slow)])
-async def test_the_engine_says_what_the_reference_says(
-    bundled: Path, writer: PromptWriter, index: int
-) -> None:
+async def test_the_engine_says_what_the_reference_says(writer: PromptWriter, index: int) -> None:
     pytest.importorskip("pyvips")
     from kestrel_engine import InferenceEngine
 
-    model = _load_exported(bundled)
+    model = _load_exported(TINY)
     scored = {**GREEDY, "logprobs": True}
-    config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, calibration="off")
+    config = RuntimeConfig(model_path=TINY, device="cpu", cpu_threads=1, calibration="off")
     async with await InferenceEngine.create(config) as engine:
         data = encode(example("seen", index))
         image = _seen(model, data)
@@ -200,15 +200,13 @@ def _continue(model: Learner, image: torch.Tensor, ids: list[int], most: int) ->
 
 
 @pytest.mark.slow
-async def test_a_conversation_goes_on_as_the_reference_goes_on(
-    bundled: Path, writer: PromptWriter
-) -> None:
+async def test_a_conversation_goes_on_as_the_reference_goes_on(writer: PromptWriter) -> None:
     """Each turn is computed on the pages of the turns before it; the reference computes all of them anew."""
     pytest.importorskip("pyvips")
     from kestrel_engine import InferenceEngine
 
-    model = _load_exported(bundled)
-    config = RuntimeConfig(model_path=bundled, device="cpu", cpu_threads=1, page_size=PAGE)
+    model = _load_exported(TINY)
+    config = RuntimeConfig(model_path=TINY, device="cpu", cpu_threads=1, page_size=PAGE)
     data = encode(example("seen", 3))
     image = _seen(model, data)
     questions = [
@@ -236,10 +234,12 @@ async def test_a_conversation_goes_on_as_the_reference_goes_on(
             history.append((text, answer))
 
 
-@pytest.mark.parametrize(("name", "least"), [("kestrel_tiny", 1000), ("kestrel_small", 150)])
-def test_the_calibration_is_that_of_the_weights(name: str, least: int) -> None:
-    stored = json.loads((BUNDLED / name / FILE_NAME).read_text())
-    weights = [BUNDLED / name / "model.safetensors"]
+@pytest.mark.parametrize(
+    ("folder", "least"), [(TINY, 1000), (SMALL, 150)], ids=["kestrel-tiny", "kestrel-small"]
+)
+def test_the_calibration_is_that_of_the_weights(folder: Path, least: int) -> None:
+    stored = json.loads((folder / FILE_NAME).read_text())
+    weights = [folder / "model.safetensors"]
     assert read_calibration("auto", weights, stored["weights"]).names == CURVES
     for curve, facts in stored["fitted"]["curves"].items():
         assert facts["results"] > least and facts["error"] <= 0.03, curve

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     numbered = [(part, i) for part, count in SIZES.items() for i in range(min(given.scenes, count))]
     examples = [(part, picture_of(example(part, i))) for part, i in numbered]
-    config = RuntimeConfig(model="kestrel-tiny")
+    config = RuntimeConfig(model_path="tests/models/kestrel-tiny")
     print(table(figures_of(asyncio.run(judge(config, examples, max_crops=given.max_crops)))))
 
 

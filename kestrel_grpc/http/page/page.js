@@ -13,7 +13,6 @@ const PLACEHOLDERS = {
 };
 
 const KNOWS = {
-  "kestrel-tiny": "It knows coloured shapes only, such as those of the last sample.",
   "kestrel-small": "It reads receipts, charts and screens, names icons and counts. It does not know photographs of people or places.",
 };
 

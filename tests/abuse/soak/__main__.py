@@ -42,6 +42,7 @@ from kestrel_client._pb.kestrel.v1.vision_service_pb2_grpc import VisionServiceS
 from tests.abuse.soak.server import Held, held_by
 from tests.abuse.soak.span_receiver import SpanReceiver
 from tests.abuse.soak.traffic import traffic
+from tests.tiny import VARIABLES
 
 ROUND_S = 10.0
 REST_S = 60.0
@@ -85,6 +86,7 @@ class Server(ServerProcess):
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
         environment = {
             **inherited,
+            **VARIABLES,
             "KESTREL_API_KEY": TOKEN,
             "OTEL_TRACES_EXPORTER": "otlp",
             "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,

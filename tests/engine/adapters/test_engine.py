@@ -26,10 +26,10 @@ from kestrel_engine import (
 )
 from kestrel_engine.building import factory
 from kestrel_engine.checkpoint.open import load_weights, open_model
-from kestrel_engine.checkpoint.refiner_file import SPARE_NAME
 from kestrel_engine.models.moondream import Moondream
 from tests.engine.adapters.random_adapters import merged, random_tensors
 from tests.engine.models.small import small_config
+from tests.tiny import SPARE_REFINER, TINY
 
 IMAGE = np.random.default_rng(4).integers(0, 256, (70, 90, 3), dtype=np.uint8)
 ASKS: tuple[tuple[Any, str], ...] = ((None, "what is this?"), (IMAGE, "what is in the image?"))
@@ -38,14 +38,14 @@ NAMES = (None, "one", "two@7", "sight")
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Tensor]:
-    opened = open_model(RuntimeConfig())
+    opened = open_model(RuntimeConfig(model_path=TINY))
     loaded = load_weights(opened, dtype=torch.float32, device=torch.device("cpu"))
     return dict(loaded.tensors)
 
 
 @pytest.fixture(scope="module")
 def tensors() -> Mapping[str, dict[str, Tensor]]:
-    model = open_model(RuntimeConfig()).config
+    model = open_model(RuntimeConfig(model_path=TINY)).config
     return {
         "one": random_tensors(model, 1, rank=4, size=0.3, vision=True),
         "two@7": random_tensors(model, 2, rank=8, size=0.3, only=".mlp."),
@@ -75,7 +75,7 @@ async def test_mixed_requests_equal_merged_weights(
     expected = {}
     whole = folder / "merged"
     whole.mkdir()
-    opened = open_model(RuntimeConfig())
+    opened = open_model(RuntimeConfig(model_path=TINY))
     for file in (opened.files[0].parent / "config.json", opened.tokenizer_path):
         shutil.copy(file, whole)
     for name in NAMES:
@@ -86,7 +86,9 @@ async def test_mixed_requests_equal_merged_weights(
                 expected[name, index] = (await ask(engine, index, None)).token_ids
     answers = {tuple(expected[name, index] for index in range(len(ASKS))) for name in NAMES}
     assert len(answers) == len(NAMES), "the adapters change nothing"
-    async with await InferenceEngine.create(RuntimeConfig(adapters_dir=folder)) as engine:
+    async with await InferenceEngine.create(
+        RuntimeConfig(model_path=TINY, adapters_dir=folder)
+    ) as engine:
         order = [(name, index) for index in range(len(ASKS)) for name in (*NAMES, *NAMES)]
         results = await asyncio.gather(*(ask(engine, index, name) for name, index in order))
         for key, result in zip(order, results, strict=True):
@@ -100,7 +102,7 @@ async def test_mixed_requests_equal_merged_weights(
 @pytest.mark.slow_with(0)
 async def test_what_is_reused(folder: Path, crop_cache_bytes: int) -> None:
     """A prefix with the same adapter, and the embedding of an image with those that leave the tower as it is."""
-    config = RuntimeConfig(adapters_dir=folder, crop_cache_bytes=crop_cache_bytes)
+    config = RuntimeConfig(model_path=TINY, adapters_dir=folder, crop_cache_bytes=crop_cache_bytes)
     async with await InferenceEngine.create(config) as engine:
         order = (None, "two@7", "one", "sight", "two@7", "one")
         plain, text, *vision, text_again, vision_again = [
@@ -118,9 +120,9 @@ async def test_what_is_reused(folder: Path, crop_cache_bytes: int) -> None:
 async def test_embeddings_are_those_of_the_adapter(
     folder: Path, weights: dict[str, Tensor], tensors: Mapping[str, dict[str, Tensor]]
 ) -> None:
-    opened = open_model(RuntimeConfig())
+    opened = open_model(RuntimeConfig(model_path=TINY))
     model = Moondream(opened.config, merged(weights, tensors["sight"]))
-    config = RuntimeConfig(adapters_dir=folder)
+    config = RuntimeConfig(model_path=TINY, adapters_dir=folder)
     async with await InferenceEngine.create(config) as engine:
         prepared = await engine.prepare_image(IMAGE)
         arguments = {"whole_image": True, "crops": True, "pooling": "none"}
@@ -149,7 +151,9 @@ async def test_features_of_an_adapter_stand_for_the_image_with_this_adapter(fold
         )
         return (await stream.result()).token_ids
 
-    async with await InferenceEngine.create(RuntimeConfig(adapters_dir=folder)) as engine:
+    async with await InferenceEngine.create(
+        RuntimeConfig(model_path=TINY, adapters_dir=folder)
+    ) as engine:
         sent = {}
         for name in ("sight", "two@7", None):
             stream = await engine.submit("embed", IMAGE, {"pooling": "none"}, adapter=name)
@@ -168,7 +172,9 @@ async def test_features_of_an_adapter_stand_for_the_image_with_this_adapter(fold
 
 async def test_an_error_fails_its_request_alone(folder: Path) -> None:
     save_file({"text.blocks.0.mlp.fc1.A": torch.ones(4, 5)}, folder / "unfit.safetensors")
-    async with await InferenceEngine.create(RuntimeConfig(adapters_dir=folder)) as engine:
+    async with await InferenceEngine.create(
+        RuntimeConfig(model_path=TINY, adapters_dir=folder)
+    ) as engine:
         results = await asyncio.gather(
             *(ask(engine, 0, name) for name in ("one", "none@1", "unfit", None)),
             return_exceptions=True,
@@ -181,14 +187,14 @@ async def test_an_error_fails_its_request_alone(folder: Path) -> None:
 
 def test_settings_that_can_not_be_served(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
-        factory.build(RuntimeConfig(adapters_dir=tmp_path / "none"))
+        factory.build(RuntimeConfig(model_path=TINY, adapters_dir=tmp_path / "none"))
 
 
 async def test_a_lora_applies_to_requests_that_name_no_adapter(folder: Path) -> None:
     """A new one has no effect, and a changed one that of its tensors in a file."""
-    text = open_model(RuntimeConfig()).config.text
+    text = open_model(RuntimeConfig(model_path=TINY)).config.text
     lora = LoRA.create(text, lora_config=TextLoRAConfig(rank=8, alpha=16.0))
-    config = RuntimeConfig(adapters_dir=folder)
+    config = RuntimeConfig(model_path=TINY, adapters_dir=folder)
     async with await InferenceEngine.create(config, lora=lora) as engine:
         new = (await ask(engine, 0, None)).token_ids
         two = (await ask(engine, 0, "two@7")).token_ids
@@ -231,7 +237,7 @@ def test_a_lora_that_does_not_fit() -> None:
 async def test_refined_outlines_equal_merged_weights(
     tmp_path: Path, weights: dict[str, Tensor]
 ) -> None:
-    opened = open_model(RuntimeConfig())
+    opened = open_model(RuntimeConfig(model_path=TINY))
     change = random_tensors(opened.config, 5, rank=4, size=0.03, only="vision.", vision=True)
     save_file(change, tmp_path / "sight.safetensors")
     whole = tmp_path / "merged"
@@ -250,9 +256,8 @@ async def test_refined_outlines_equal_merged_weights(
                 found.append(result.output["segments"][0])
         return found
 
-    refiner = opened.files[0].parent / SPARE_NAME
-    (expected,) = await outlines(RuntimeConfig(model_path=whole, refiner=refiner), None)
-    config = RuntimeConfig(adapters_dir=tmp_path, refiner=refiner)
+    (expected,) = await outlines(RuntimeConfig(model_path=whole, refiner=SPARE_REFINER), None)
+    config = RuntimeConfig(model_path=TINY, adapters_dir=tmp_path, refiner=SPARE_REFINER)
     found, plain = await outlines(config, "sight", None)
     assert expected["refined"] and found["refined"]
     assert found["coarse_path"] == expected["coarse_path"]

@@ -10,10 +10,10 @@ import torch
 from kestrel_engine import ConfigError, InferenceEngine, InsufficientMemoryError, RuntimeConfig
 from kestrel_engine.building import device as devices
 from kestrel_engine.building import factory
-from kestrel_engine.checkpoint.catalog import BUNDLED
 from kestrel_engine.checkpoint.weights import kv_scales
 from kestrel_engine.runtime.gpu import device as gpu_device
 from kestrel_engine.runtime.torch_runtime import TorchRuntime
+from tests.tiny import TINY
 
 
 @pytest.fixture
@@ -119,12 +119,12 @@ def test_random_weights_serve_the_golden_shape(golden_folder):
 
 
 async def test_an_engine_of_random_weights_answers(golden_folder):
-    """With the bundled tokenizer, which doesn't know most of the ids: they decode to nothing."""
+    """With kestrel-tiny's tokenizer, which doesn't know most of the ids: they decode to nothing."""
     config = RuntimeConfig(
         model_path=golden_folder("md3") / "config.json",
         device="cpu",
         random_weights=True,
-        tokenizer_path=BUNDLED / "kestrel_tiny",
+        tokenizer_path=TINY,
         fp8_experts="keep",
         max_seq_length=900,
     )

@@ -9,15 +9,13 @@ from kestrel_engine.errors import ConfigError
 def test_known_models() -> None:
     assert list(KNOWN) == [
         "kestrel-small",
-        "kestrel-tiny",
         "moondream2",
         "moondream3-preview",
         "moondream3.1-9b-a2b",
     ]
-    for name in ("kestrel-small", "kestrel-tiny"):
-        bundled = resolve(name)
-        assert bundled.hub is None and bundled.family == "moondream3" and bundled.path
-        assert bundled.path == BUNDLED / name.replace("-", "_")
+    bundled = resolve("kestrel-small")
+    assert bundled.hub is None and bundled.family == "moondream3"
+    assert bundled.path == BUNDLED / "kestrel_small"
     md2 = resolve("Moondream2")
     assert md2.hub is not None and md2.hub.sha256 is not None
     assert (md2.hub.repo, md2.hub.file) == ("vikhyatk/moondream2", "model.safetensors")
@@ -56,7 +54,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights.touch()
     for given in (folder, weights):
         assert (resolve(str(given)).name, resolve(str(given)).path) == ("my-model", given)
-        assert resolve("kestrel-tiny", given).name == "my-model"
+        assert resolve("kestrel-small", given).name == "my-model"
     named = resolve("moondream2", folder)
     assert (named.name, named.path, named.family) == ("moondream2", folder, "moondream2")
     monkeypatch.chdir(tmp_path)
@@ -72,11 +70,11 @@ def test_tokenizer_path_may_be_the_folder(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
     assert resolve("moondream2", None, tmp_path).tokenizer == file
-    assert resolve("kestrel-tiny", None, file).tokenizer == file
+    assert resolve("kestrel-small", None, file).tokenizer == file
 
 
 @pytest.mark.parametrize(
-    "model", ["kestrel-tini", "gpt", "a/b/c", "x@y", ":file", "org/repo:", "*"]
+    "model", ["kestrel-smal", "gpt", "a/b/c", "x@y", ":file", "org/repo:", "*"]
 )
 def test_unknown_names_list_the_known_ones(model: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -86,8 +84,9 @@ def test_unknown_names_list_the_known_ones(model: str) -> None:
 
 
 def test_a_near_miss_is_hinted_at() -> None:
-    with pytest.raises(ConfigError, match="did you mean kestrel-tiny"):
-        resolve("kestrel_tiny")
+    for old_or_wrong in ("kestrel-tiny", "kestrel_small"):
+        with pytest.raises(ConfigError, match="did you mean kestrel-small"):
+            resolve(old_or_wrong)
     with pytest.raises(ConfigError, match="did you mean moondream3-preview"):
         resolve("moondream3-previw")
 
@@ -106,5 +105,5 @@ def test_a_path_that_is_not_there(path: str) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         resolve(path)
     with pytest.raises(ConfigError) as caught:
-        resolve("kestrel-tiny", path)
+        resolve("kestrel-small", path)
     assert caught.value.field == "model_path"

@@ -120,7 +120,7 @@ def test_a_released_name_needs_no_file_and_no_network(model, family):
     assert opened.config == parse_model_config({}, family=family)
     assert opened.name == f"{model.lower()} (random weights)"
     assert opened.files == () and opened.random_seed == 3
-    assert opened.tokenizer_path == BUNDLED / "kestrel_tiny/tokenizer.json"
+    assert opened.tokenizer_path == BUNDLED / "kestrel_small/tokenizer.json"
 
 
 def test_a_config_file_is_enough(tmp_path, raw_of, config_of):
@@ -145,13 +145,13 @@ def test_a_config_file_is_enough(tmp_path, raw_of, config_of):
 
 def test_the_bundled_model_has_its_own_shape():
     opened = open_model(RuntimeConfig(random_weights=True))
-    assert opened.name == "kestrel-tiny (random weights)" and opened.config.text.vocab_size == 768
+    assert opened.name == "kestrel-small (random weights)" and opened.config.text.vocab_size == 2048
 
 
 @pytest.mark.parametrize("given", [{"model": "org/repo"}, {"model_path": "/no/such/folder"}])
 def test_an_unknown_shape_is_refused(given):
     with pytest.raises(
-        ConfigError, match=r"random weights need one of kestrel-small, kestrel-tiny"
+        ConfigError, match=r"random weights need one of kestrel-small, moondream2"
     ) as caught:
         open_model(RuntimeConfig(random_weights=True, **given))
     assert caught.value.field == next(iter(given))

@@ -1,4 +1,4 @@
-"""``verify`` on a stand-in release: the bundled weights under a released name. Each corruption is named."""
+"""``verify`` on a stand-in release: kestrel-tiny's weights under a released name. Each corruption is named."""
 
 import hashlib
 import shutil
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kestrel_engine import RuntimeConfig, maintenance
 from kestrel_engine.checkpoint import catalog
-from kestrel_engine.checkpoint.catalog import BUNDLED, HubCheckpoint, HubFile
+from kestrel_engine.checkpoint.catalog import HubCheckpoint, HubFile
 from kestrel_engine.checkpoint.checksums import write_sums
 from kestrel_engine.maintenance.acceptance import distance_of
 from kestrel_engine.maintenance.releases import (
@@ -28,11 +28,17 @@ from kestrel_engine.maintenance.releases import (
 from kestrel_engine.skills.base import SkillContext, SkillDefaults
 from kestrel_engine.skills.registry import SkillRegistry
 from tests.engine.fakes import ByteCodec, fake_model
+from tests.tiny import TINY
 
-TINY = BUNDLED / "kestrel_tiny"
 NAME = "moondream3-preview"
 SAMPLE = TINY / "sample.jpg"
-REASONED = {"question": "How many red circles are there?", "reasoning": True}
+COUNT = "How many red circles are there?"
+SQUARE = {
+    "x_min": 0.5709505439443281,
+    "y_min": 0.07647939330932198,
+    "x_max": 0.7415494560556719,
+    "y_max": 0.30633310669067804,
+}
 
 
 def sha256(file: Path) -> str:
@@ -48,14 +54,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(TINY / name, folder)
     write_sums(folder, {"config.json": sha256(folder / "config.json")})
     picture = Picture("the sample", sha256=sha256(SAMPLE))
-    circles, squares = RELEASES["kestrel-tiny"].answers
+    circles = KnownAnswer("query", {"question": COUNT}, picture, output={"answer": "3"})
     answers = (
-        replace(circles, picture=picture),
-        replace(squares, picture=picture),
-        replace(circles, picture=picture, output={}, token_ids=(39,)),
+        circles,
+        KnownAnswer("detect", {"object": "square"}, picture, output={"objects": [SQUARE]}),
+        replace(circles, output={}, token_ids=(39,)),
         KnownAnswer("detect", {"object": "circle"}, picture, at_least=3),
         KnownAnswer("gaze", {"eye": (0.25, 0.5)}, picture, output={"gaze": None}),
-        KnownAnswer("query", REASONED, picture, output={"answer": "3"}, grounds=3),
+        replace(circles, arguments={"question": COUNT, "reasoning": True}, grounds=3),
     )
     monkeypatch.setitem(RELEASES, NAME, Release(answers, facts(folder), stored=(176, "BF16")))
     known = catalog.KNOWN[NAME]
@@ -66,7 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def facts(folder: Path) -> TokenizerFacts:
-    ids = {" square": [406], "How many red circles are there?": [394, 337, 377, 463, 384, 380, 51]}
+    ids = {" square": [406], COUNT: [394, 337, 377, 463, 384, 380, 51]}
     return TokenizerFacts(761, {**ids, "<|endoftext|>": [0]}, {"3": 1}, "o/t")
 
 
@@ -239,4 +245,4 @@ async def test_without_a_known_answer_speed_and_memory_are_still_measured(
 async def test_weights_of_unknown_origin_have_no_known_answer(folder: Path) -> None:
     (found,) = [each async for each in maintenance.accept(RuntimeConfig(model_path=folder))]
     assert found.status == "warn" and found.remedy
-    assert f"known for {folder}, only for kestrel-small, kestrel-tiny, moondream2" in found.message
+    assert f"known for {folder}, only for kestrel-small, moondream2" in found.message

@@ -15,6 +15,7 @@ from kestrel_engine.maintenance import device, model
 from kestrel_engine.maintenance.model import check_model
 from kestrel_engine.runtime.gpu import device as card
 from tests.engine.checkpoint.conftest import raw_config
+from tests.tiny import TINY
 
 GIB = 2**30
 
@@ -29,8 +30,8 @@ def test_this_machine_can_serve_the_bundled_model():
     assert {name for name, f in told.items() if f.status != "ok"} <= {"images"}
     assert torch.__version__ in told["torch"].message
     assert "JPEG, PNG, WebP" in told["images"].message
-    assert told["model"].message == "kestrel-tiny: a file of weights, 0.02 GB"
-    assert told["memory"].message.startswith("weights take 41.")
+    assert told["model"].message == "kestrel-small: a file of weights, 0.06 GB"
+    assert told["memory"].message.startswith("weights take 109.7 MiB as float32")
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ def test_the_speed_is_measured():
 
     from kestrel_engine.checkpoint.open import open_model
 
-    tiny = open_model(RuntimeConfig()).config
+    tiny = open_model(RuntimeConfig(model_path=TINY)).config
     time = model.estimate(RuntimeConfig(), tiny, "float32")
     assert time.token_s > 0 and 0 < time.first_small_s < time.first_large_s
 

@@ -17,6 +17,7 @@ from kestrel_engine.types.step import EncodeSlice
 from tests.engine.fakes import Listener
 from tests.engine.runtime.gpu import small_models
 from tests.engine.runtime.test_torch_runtime import new_runtime, picture, step
+from tests.tiny import TINY
 
 FRAME = np.random.default_rng(5).integers(0, 255, (300, 600, 3), dtype=np.uint8)
 NEXT = FRAME.copy()
@@ -154,11 +155,11 @@ def test_crops_that_the_gpu_makes_are_reused_bit_for_bit():
 
 @pytest.mark.slow
 async def test_frames_of_a_fixed_camera():
-    """The bundled model: the second frame encodes the two crops that changed, and all results stay as they were."""
+    """The second frame encodes the two crops that changed, and all results stay as they were."""
     results, encoded, reused = [], [], []
     for cache in (0, 64 * 2**20):
         listener = Listener()
-        config = RuntimeConfig(device="cpu", crop_cache_bytes=cache)
+        config = RuntimeConfig(model_path=TINY, device="cpu", crop_cache_bytes=cache)
         async with await InferenceEngine.create(config, observer=listener) as engine:
             begun = len(listener.steps)
             found = []

@@ -37,6 +37,7 @@ from kestrel_engine.teaching.teacher import DESCRIPTION_WEIGHT, _context, _writt
 from kestrel_engine.types.events import EngineResult
 from tests.engine.models import small
 from tests.engine.teaching.labelled_images import data
+from tests.tiny import TINY
 
 __all__ = ["data"]
 
@@ -46,7 +47,7 @@ async def test_a_training_that_is_cancelled_ends_with_its_step_and_leaves_nothin
     data: Path,
 ) -> None:
     adapters = data.parent / "adapters"
-    config = RuntimeConfig(device="cpu", cpu_threads=1, adapters_dir=adapters)
+    config = RuntimeConfig(model_path=TINY, device="cpu", cpu_threads=1, adapters_dir=adapters)
     loop, steps = asyncio.get_running_loop(), list[int]()
 
     def on_step(step: FitStep) -> None:
@@ -119,10 +120,10 @@ def test_an_adapter_of_images_changes_kept_images_as_it_changes_served_ones(
 
 async def test_what_is_there_is_not_replaced_and_errors_leave_nothing(data: Path) -> None:
     adapters = data.parent / "adapters"
-    config = RuntimeConfig(device="cpu", adapters_dir=adapters)
+    config = RuntimeConfig(model_path=TINY, device="cpu", adapters_dir=adapters)
     images, settings = read_folder(data), TeachingSettings()
     with pytest.raises(ConfigError, match="must name the folder"):
-        await teach(RuntimeConfig(device="cpu"), "ada", images, settings)
+        await teach(RuntimeConfig(model_path=TINY, device="cpu"), "ada", images, settings)
     long = TaughtImage(images[0].path, (QuestionExample("Why?", "so " * 1000),))
     with pytest.raises(ConfigError, match=r"data='0.png': an example about it has \d+ tokens"):
         await teach(config, "ada", [long, *images], settings)
@@ -238,7 +239,7 @@ def test_descriptions_of_images_with_labelled_objects_are_not_replayed() -> None
 
 
 def test_a_description_of_the_replay_weighs_more_than_an_answer() -> None:
-    context = _context(RuntimeConfig(device="cpu"))
+    context = _context(RuntimeConfig(model_path=TINY, device="cpu"))
     answer, described = _written(
         [QuestionExample("Why?", "no"), CaptionExample("short", (40, 41))], context, 2
     )

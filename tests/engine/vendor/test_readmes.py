@@ -20,19 +20,19 @@ from safetensors.torch import load_file, save
 
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from kestrel_engine.checkpoint import open as opening
-from kestrel_engine.checkpoint.catalog import BUNDLED, KNOWN, STARMIE
+from kestrel_engine.checkpoint.catalog import KNOWN, STARMIE
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.config import adapters
 from kestrel_engine.moondream import config as moondream_config
 from tests.code_blocks import code_blocks
 from tests.engine.adapters.random_adapters import random_tensors
 from tests.hub_stand import Stand, stand
+from tests.tiny import TINY
 from tests.tuning_stand import KEY, TuningStand, tuning
 
 __all__ = ["stand", "tuning"]
 
 HERE = Path(__file__).parent
-TINY = BUNDLED / "kestrel_tiny"
 EARLY = [block.text for block in code_blocks(HERE / "early_readme.md")]
 LATER = [block.text for block in code_blocks(HERE / "readme_0_2_1.md")]
 

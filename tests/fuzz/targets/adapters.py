@@ -13,12 +13,13 @@ from kestrel_engine.adapters import files
 from kestrel_engine.adapters.targets import targets
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.errors import KestrelError
+from tests.tiny import TINY
 
 from ..json_mutator import mutated
 from ..stored_files import parts, write, write_safetensors
 from .weights import memory
 
-_CONFIG = open_model(RuntimeConfig(model="kestrel-tiny", offline=True)).config
+_CONFIG = open_model(RuntimeConfig(model_path=TINY, offline=True)).config
 _SHAPES = targets(_CONFIG)
 
 

@@ -23,18 +23,18 @@ from kestrel_grpc.cli.program import main
 from tests.forking.process import run_forked
 from tests.service.cli.serve_process import READY, Process
 from tests.service.command_line import PROGRAM, ROOT, environment, executed, here, kestrel
+from tests.tiny import SPARE_REFINER
 
 IMAGE = ROOT / "clients/python/kestrel_client/commands/demo.jpg"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The default model, served on TCP and on a unix socket; yields (TCP address, socket's address)."""
+    """kestrel-tiny, served on TCP and on a unix socket; yields (TCP address, socket's address)."""
     folder = tmp_path_factory.mktemp("served")
     socket = f"unix:{folder}/kestrel.sock"
-    refiner = ROOT / "kestrel_engine/bundled/kestrel_tiny/spare_refiner.safetensors"
     arguments = [
-        "--listen", "127.0.0.1:0", "--listen", socket, "--access-log", "json", "--refiner", refiner,
+        "--listen", "127.0.0.1:0", "--listen", socket, "--access-log", "json", "--refiner", SPARE_REFINER,
     ]  # fmt: skip
     process = Process(folder / "log", *arguments).started()
     name, addresses = READY.match(process.ready).groups()
@@ -340,7 +340,7 @@ def test_models_and_health(server):
     assert "segment" in done.stdout
     described = json.loads(ask(server, "models", "--json").stdout)
     assert described["models"][0]["name"] == "kestrel-tiny"
-    assert described["models"][0]["license"] == "Apache-2.0"
+    assert described["models"][0]["license"] == "", "known for bundled weights only"
     assert len(described["models"][0]["weights_fingerprint"]) == 64
     assert described["models"][0]["device"] == "cpu"
     assert described["models"][0]["dtype"] == "float32"

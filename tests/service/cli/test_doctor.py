@@ -190,6 +190,7 @@ def test_one_that_cannot_ends_with_1_and_remedies(tmp_path):
         "--config",
         str(file),
         HF_HOME=str(tmp_path / "empty"),
+        KESTREL_MODEL="",
         KESTREL_API_KEY="s3cret" * 9,
     )
     assert done.returncode == 1

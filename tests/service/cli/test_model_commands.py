@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from tests.service.command_line import here
+from tests.tiny import TINY
 
 
 def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
-    done = here("download", "kestrel-tiny", "--to", tmp_path / "model")
+    done = here("download", TINY, "--to", tmp_path / "model")
     assert done.returncode == 0, done.stderr
     *files, last = done.stdout.splitlines()
     names = [
         "model.safetensors",
         "config.json",
-        "spare_refiner.safetensors",
         "score_calibration.json",
         "tokenizer.json",
     ]
     assert [Path(file).name for file in files] == names
-    assert last == "kestrel-tiny: 5 files, 22.4 MB"
+    assert last == "kestrel-tiny: 4 files, 21.7 MB"
     weights = {"KESTREL_WEIGHTS": str(tmp_path / "model"), "KESTREL_OFFLINE": "on"}
     done = here("verify", "--json", "--no-answer", **weights)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def test_a_model_goes_into_a_folder_and_is_verified_there(tmp_path):
 
 @pytest.mark.slow
 def test_the_bundled_model_verifies():
-    done = here("verify")
+    done = here("verify", KESTREL_MODEL="")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ok    answer: ") == 2
     assert "ok    speed: first token about a new picture after " in done.stdout
@@ -53,7 +53,7 @@ def test_a_setting_that_does_not_fit_has_the_name_of_its_flag(tmp_path):
     done = here("verify", "--weights", folder, "--offline")
     assert done.returncode == 1
     assert f"FAIL  files: config.json='{folder}/config.json': can't be read" in done.stdout
-    done = here("verify", "--precision", "fp8", "--device", "cpu")
+    done = here("verify", "--precision", "fp8", "--device", "cpu", KESTREL_MODEL="")
     assert "FAIL  answers: --precision=fp8: sets fp8_gemms to all: needs CUDA" in done.stdout
 
 
@@ -61,7 +61,7 @@ def test_a_setting_that_does_not_fit_has_the_name_of_its_flag(tmp_path):
 def test_the_file_says_which_model(command, tmp_path):
     file = tmp_path / "kestrel.toml"
     file.write_text('[model]\nmodel = "moondream2"\noffline = true\n[server]\ngrace = 1\n')
-    done = here(command, "--config", file, HF_HOME=str(tmp_path / "empty"))
+    done = here(command, "--config", file, HF_HOME=str(tmp_path / "empty"), KESTREL_MODEL="")
     assert done.returncode == 1
     assert "vikhyatk/moondream2" in done.stdout + done.stderr
     assert "not in the cache" in done.stdout + done.stderr

@@ -9,6 +9,7 @@ import pytest
 from kestrel_engine import InferenceEngine, RuntimeConfig
 from tests.engine.teaching.labelled_images import data
 from tests.service.command_line import here
+from tests.tiny import TINY
 
 __all__ = ["data"]
 
@@ -41,7 +42,7 @@ def test_an_adapter_is_taught_published_and_served(data: Path) -> None:
         "ada.safetensors",
     ]
     assert json.loads((adapters / "ada.report.json").read_text()) == report
-    config = RuntimeConfig(device="cpu", cpu_threads=1, adapters_dir=adapters)
+    config = RuntimeConfig(model_path=TINY, device="cpu", cpu_threads=1, adapters_dir=adapters)
     assert asyncio.run(answer(config, data / "2.png")) == "Ada"
     again = here("train", *given)
     assert again.returncode == 2 and "set --overwrite" in again.stderr

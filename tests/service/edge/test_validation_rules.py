@@ -276,7 +276,7 @@ VALID: dict[str, list[Message]] = {
     "AdminService/StartProfile": [admin_service_pb2.StartProfileRequest(duration_ms=1000, steps=1)],
     "AdminService/StartCapture": [admin_service_pb2.StartCaptureRequest(requests=1)],
     "AdminService/LoadModel": [
-        admin_service_pb2.LoadModelRequest(source="kestrel-tiny", settings={"kv-cache-gib": "1"})
+        admin_service_pb2.LoadModelRequest(source="kestrel-small", settings={"kv-cache-gib": "1"})
     ],
     "AdminService/UnloadModel": [admin_service_pb2.UnloadModelRequest(model="fake", grace_ms=1000)],
     "AdminService/SetDefaultModel": [admin_service_pb2.SetDefaultModelRequest(model="fake")],

@@ -29,6 +29,7 @@ from tests.fake_runtime import FakeRuntime
 from tests.forking.process import ForkedProcess
 from tests.service.conftest import LIMITS
 from tests.service.statuses import failure
+from tests.tiny import VARIABLES
 
 ROOT = Path(__file__).parents[3]
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -235,7 +236,7 @@ def test_a_session_logs_no_secret_and_writes_no_file(tmp_path):
         "KESTREL_THREADS": "1",
         "KESTREL_DRAIN_DELAY": "0",
     }
-    environment |= {"OTEL_TRACES_EXPORTER": "console", "HOME": str(tmp_path)}
+    environment |= VARIABLES | {"OTEL_TRACES_EXPORTER": "console", "HOME": str(tmp_path)}
     flags = ("--listen", "127.0.0.1:0", "--log-level", "debug", "--log-format", "json")
     with (tmp_path / "log").open("wb") as log:
         process = ForkedProcess(

@@ -22,6 +22,7 @@ from kestrel_grpc.settings.server import ServerConfig
 from kestrel_grpc.settings.telemetry import TelemetryConfig
 from kestrel_grpc.telemetry.open_files import file_limit, open_files
 from tests.forking.process import ForkedProcess
+from tests.tiny import VARIABLES
 from tests.waiting import until, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -140,7 +141,7 @@ runpy.run_module("tests.abuse.fake_server", run_name="__main__")
 def test_a_server_that_runs_out_of_files_says_so_before_and_serves_again_after(tmp_path):
     """With a real RLIMIT_NOFILE: connections of one client fill it."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("KESTREL_", "OTEL_"))}
-    environ |= {"KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0"}
+    environ |= VARIABLES | {"KESTREL_THREADS": "1", "KESTREL_DRAIN_DELAY": "0"}
     flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0")
     log = tmp_path / "log"
     with log.open("wb") as errors:

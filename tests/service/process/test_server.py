@@ -223,10 +223,10 @@ SHORT_JSON = '{"query": {"question": "?", "maxTokens": 2}}'
 
 
 async def test_the_model_service_answers_before_and_after_loading(serve):
-    served = await serve(load=False, model="kestrel-tiny", max_queue=7)
+    served = await serve(load=False, model="kestrel-small", max_queue=7)
     (model,) = (await served.models.ListModels(model_service_pb2.ListModelsRequest())).models
     assert model.state == model_service_pb2.MODEL_STATE_LOADING
-    assert model.name == "kestrel-tiny"
+    assert model.name == "kestrel-small"
     info = await served.models.GetServerInfo(model_service_pb2.GetServerInfoRequest())
     assert info.limits.max_queue == 7
     await served.server.load()

@@ -27,6 +27,7 @@ from tests.engine.inside import inside
 from tests.fake_runtime import FakeRuntime
 from tests.service.conftest import LIMITS, HeldRuntime, raw_image
 from tests.service.statuses import failure
+from tests.tiny import TINY
 from tests.waiting import until
 
 WIDE = np.full((200, 300, 3), 200, np.uint8)
@@ -221,9 +222,9 @@ async def test_the_command_prints_json_or_writes_a_file(kestrel, tmp_path):
     assert status == 2 and "must end in .npz" in errors
 
 
-async def test_with_the_bundled_model():
+async def test_with_a_model():
     """Results equal the tower's output, in the engine with other requests."""
-    engine = await InferenceEngine.create(RuntimeConfig(device="cpu"))
+    engine = await InferenceEngine.create(RuntimeConfig(model_path=TINY, device="cpu"))
     async with engine:
         image = str(IMAGE)
         embedded, _ = await asyncio.gather(

@@ -16,7 +16,7 @@ def refusal(model: ServedModel) -> str:
 
 def test_a_refusal_tells_how_far_loading_is() -> None:
     model = ServedModel(RuntimeConfig())
-    assert refusal(model) == "kestrel-tiny is still loading (0 s so far)"
+    assert refusal(model) == "kestrel-small is still loading (0 s so far)"
     seen: list[tuple[int, int, str]] = []
     report = shown_by(lambda *event: seen.append(event), model.note_progress)
     report(3, 64, "decode graph of 8 rows")

@@ -397,19 +397,19 @@ def parsed(*arguments: str, several: bool = True) -> argparse.Namespace:
 def test_settings_of_one_model() -> None:
     text = "moondream2,kv-cache-gib=8,device=cuda:1,no-compile=on,precision=fp8-kv"
     first, second = runtime_configs(
-        parsed("--model", "kestrel-tiny", "--model", text, "--max-queue", "7")
+        parsed("--model", "kestrel-small", "--model", text, "--max-queue", "7")
     )
-    assert (first.model, first.device, first.max_queue) == ("kestrel-tiny", "auto", 7)
+    assert (first.model, first.device, first.max_queue) == ("kestrel-small", "auto", 7)
     assert (second.model, second.device, second.max_queue) == ("moondream2", "cuda:1", 7)
     assert second.kv_cache_gib == 8 and first.kv_cache_gib is None
     assert first.compile and not second.compile
     assert (first.kv_cache_dtype, second.kv_cache_dtype) == ("auto", "fp8")
-    third = other_model(first, "kestrel-tiny", {"precision": "fp8"})
+    third = other_model(first, "kestrel-small", {"precision": "fp8"})
     assert (third.dtype, third.fp8_gemms, third.kv_cache_dtype) == ("bfloat16", "all", "fp8")
     with pytest.raises(
         InvalidRequest, match="is not a setting of a model; did you mean kv-cache-gib"
     ):
-        other_model(first, "kestrel-tiny", {"kv-cache-gb": "3"})
+        other_model(first, "kestrel-small", {"kv-cache-gb": "3"})
     (only,) = runtime_configs(parsed())
     assert only == RuntimeConfig()
 
@@ -432,7 +432,7 @@ def test_a_caller_names_files_in_the_servers_folders_only(tmp_path: Path) -> Non
     def told_of(name: str, place: str, folders: tuple[str, ...] = (str(allowed),)) -> str:
         if name == "source":
             return told(place, folders)
-        return told("kestrel-tiny", folders, **{name: place})
+        return told("kestrel-small", folders, **{name: place})
 
     for name in ("source", "weights", "tokenizer", "refiner"):
         there = told_of(name, str(outside))

@@ -25,7 +25,7 @@ def test_without_flags_the_defaults_hold(monkeypatch):
     assert server == ServerConfig() and server.leaving_s == 5.0
     assert server.listen == ("127.0.0.1:50051",)
     assert server.max_message_bytes == 33 * MIB
-    assert runtime.model == "kestrel-tiny"
+    assert runtime.model == "kestrel-small"
     assert runtime.max_batch_size is None, "the device decides"
     assert runtime.compile and runtime.cuda_graphs and not runtime.random_weights
 
@@ -150,7 +150,7 @@ def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsy
     [
         (["--precision", "fp8"], {}, "--precision=fp8: sets kv_cache_dtype to fp8: flashinfer can't"),
         ([], {"KESTREL_PRECISION": "fp8"}, "KESTREL_PRECISION=fp8: sets kv_cache_dtype to fp8"),
-        (["--model", "kestrel-tiny,precision=fp8-kv"], {}, "--precision=fp8-kv: sets kv_cache_dtype"),
+        (["--model", "kestrel-small,precision=fp8-kv"], {}, "--precision=fp8-kv: sets kv_cache_dtype"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_setting_that_was_given(flags, variables, words):

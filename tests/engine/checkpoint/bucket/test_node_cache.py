@@ -18,8 +18,9 @@ import torch
 from kestrel_engine import ConfigError, DownloadError, RuntimeConfig
 from kestrel_engine.checkpoint import checksums
 from kestrel_engine.checkpoint.bucket.address import BucketAddress, parse_address
-from kestrel_engine.checkpoint.catalog import BUNDLED, resolve
+from kestrel_engine.checkpoint.catalog import resolve
 from kestrel_engine.checkpoint.open import load_weights, open_model
+from tests.tiny import TINY
 
 obstore = pytest.importorskip("obstore")
 
@@ -284,7 +285,7 @@ def readable():
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without rights")
 def test_a_model_is_loaded_from_a_folder_that_may_not_be_written(readable):
     folder = readable / "model"
-    shutil.copytree(BUNDLED / "kestrel_tiny", folder)
+    shutil.copytree(TINY, folder)
     before = state(readable)
 
     def load():
@@ -328,7 +329,7 @@ def test_names_and_addresses():
     assert (source.name, source.family) == ("moondream2", "moondream2")
     assert str(source.bucket) == "s3://bucket/models/moondream2"
     assert resolve("moondream3-preview", "s3://bucket/x/").family == "moondream3"
-    assert resolve("kestrel-tiny", "s3://bucket/x").name == "x"
+    assert resolve("kestrel-small", "s3://bucket/x").name == "x"
     assert resolve("s3://bucket").name == "bucket"
     for wrong in ("s3://", "s3://B/x", "s3://bucket//x", "s3://bucket/../x", "s3://bucket/x?y"):
         with pytest.raises(ConfigError, match="s3://BUCKET/PREFIX"):
