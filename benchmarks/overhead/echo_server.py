@@ -34,7 +34,7 @@ _ID = (("x-request-id", 32 * "0"),)
 
 class _Echo:
     """Streams start together, when ``callers`` streams are open. Every ``pause_s``, all waiting calls are answered
-    together, as after a step of a device. With a ``pause_s`` of 0, unary calls are answered at once."""
+    together, as after a step of a device."""
 
     def __init__(self, messages: list[Any], callers: int, pause_s: float, metadata: bool) -> None:
         self._messages, self._callers, self._pause_s = messages, callers, pause_s
@@ -53,8 +53,7 @@ class _Echo:
     async def unary(self, request: Any, context: Any) -> Any:
         if self._metadata:
             await context.send_initial_metadata(_ID)
-        if self._pause_s:
-            await self._turn()
+        await self._turn()
         return self._messages[0]
 
     async def stream(self, request: Any, context: Any) -> None:
