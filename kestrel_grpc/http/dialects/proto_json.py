@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import orjson
-from google.protobuf import json_format, message_factory
+from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
@@ -40,15 +40,7 @@ _KINDS = {
 
 def parse_json(data: bytes | bytearray, message: Any) -> None:
     """Fills ``message``. Raises InvalidRequest."""
-    values = json_fields(data).values
-    found: list[tuple[FieldPath, bytes]] = []
-    _take_bytes(values, message.DESCRIPTOR, (), found)
-    try:
-        json_format.ParseDict(values, message)
-    except _FAULTS:
-        raise _fault(values, type(message), ()) from None
-    for path, content in found:
-        _put(message, path, content)
+    _fill(message, json_fields(data).values, ())
 
 
 def to_json(message: Message) -> bytes:
@@ -56,33 +48,51 @@ def to_json(message: Message) -> bytes:
     return orjson.dumps(json_format.MessageToDict(message))
 
 
-def _take_bytes(
-    values: dict[str, Any], kind: Any, path: FieldPath, found: list[tuple[FieldPath, bytes]]
-) -> None:
-    """Adds to ``found`` what the fields of bytes hold, with the paths of these fields, and leaves "" in their place.
-    Raises InvalidRequest for unknown names too."""
+def _fill(message: Any, values: dict[str, Any], path: FieldPath) -> None:
+    """``path``: of ``message``. Raises InvalidRequest."""
+    given: dict[Any, str] = {}
+    left: dict[str, Any] = {}
+    """What protobuf converts."""
     for key, value in values.items():
-        field = _field(kind, key, path)
-        items = value if field.is_repeated and isinstance(value, list) else [value]
-        for index, item in enumerate(items):
-            place = (*path, field.name, index) if items is value else (*path, field.name)
-            if isinstance(item, dict) and _is_plain(field):
-                _take_bytes(item, field.message_type, place, found)
-            elif _is_misread(field, item):
-                raise InvalidRequest(place, f"must be {_expected(field)}, got {_shown(item)}")
-            elif isinstance(item, str) and field.type == FieldDescriptor.TYPE_BYTES:
-                try:
-                    found.append((place, decoded_image(item)))
-                except ValueError as error:
-                    raise InvalidRequest(place, str(error)) from None
-                if items is value:
-                    value[index] = ""
-                else:
-                    values[key] = ""
+        field = _field(message.DESCRIPTOR, key, path)
+        if value is None:  # The default.
+            continue
+        if (other := given.setdefault(field.containing_oneof or field.name, key)) != key:
+            raise InvalidRequest(path, f"may hold only one of {', '.join(sorted((other, key)))}")
+        place, is_list = (*path, field.name), field.is_repeated and not _is_map(field)
+        if is_list and not isinstance(value, list):
+            raise InvalidRequest(place, f"must be a list, got {_shown(value)}")
+        for index, item in enumerate(value if is_list else [value]):
+            at = (*place, index) if is_list else place
+            if _is_misread(field, item):
+                raise _wrong(field, at, item)
+            if _is_plain(field):
+                held = getattr(message, field.name)
+                inner = held.add() if is_list else held
+                inner.SetInParent()
+                _fill(inner, item, at)
+            elif _is_data(field):
+                setattr(message, field.name, _bytes(item, at))
+        if not (_is_plain(field) or _is_data(field)):
+            left[key] = value
+    try:
+        json_format.ParseDict(left, message)
+    except _FAULTS:
+        raise _fault(left, type(message), path) from None
+
+
+def _bytes(text: str, path: FieldPath) -> bytes:
+    try:
+        return decoded_image(text)
+    except ValueError as error:
+        raise InvalidRequest(path, str(error)) from None
 
 
 def _is_misread(field: FieldDescriptor, value: Any) -> bool:
-    """Whether protobuf would read a value of another type: true as 1, and 1.5 as the number of an enum."""
+    """Whether a value has another type than what this module reads, or one that protobuf would take for another: true
+    for 1, and 1.5 for the number of an enum."""
+    if _is_plain(field) or _is_data(field):
+        return not isinstance(value, dict if _is_plain(field) else str)
     if field.enum_type is not None:
         return isinstance(value, (bool, float))
     return isinstance(value, bool) and field.cpp_type in _KINDS and field.type != field.TYPE_BOOL
@@ -110,28 +120,31 @@ def _is_plain(field: FieldDescriptor) -> bool:
     return kind is not None and not _is_map(field) and not kind.full_name.startswith(_OWN_FORMS)
 
 
+def _is_data(field: FieldDescriptor) -> bool:
+    """Whether a field holds bytes."""
+    return field.type == FieldDescriptor.TYPE_BYTES and not field.is_repeated
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
 def _fault(values: dict[str, Any], kind: Any, path: FieldPath) -> InvalidRequest:
-    """What is wrong in values that could not be read: of the first field that can't be read by itself."""
-    for key, value in values.items():
-        field = _names(kind.DESCRIPTOR)[key]
-        if _reads(kind, key, value):
-            continue
-        place, item = (*path, field.name), value
-        if field.is_repeated and isinstance(value, list):
-            index = _first_fault(kind, key, value)
-            place, item = (*place, index), value[index]
-        elif field.is_repeated and not _is_map(field):
-            return InvalidRequest(place, f"must be a list, got {_shown(value)}")
-        inner: Any = field.message_type
-        if isinstance(item, dict) and _is_plain(field):
-            return _fault(item, message_factory.GetMessageClass(inner), place)
-        return InvalidRequest(place, f"must be {_expected(field)}, got {_shown(item)}")
-    names: dict[Any, set[str]] = {}
-    for key in values:
-        field = _names(kind.DESCRIPTOR)[key]
-        names.setdefault(field.containing_oneof or field.name, set()).add(key)
-    twice = next((each for each in names.values() if len(each) > 1), set(values))
-    return InvalidRequest(path, f"may hold only one of {', '.join(sorted(twice))}")
+    """What is wrong in values that protobuf could not read: the first one that it can't read by itself."""
+    key = next((key for key, value in values.items() if not _reads(kind, key, value)), "")
+    if not key:
+        return InvalidRequest(path, "can't be read as a whole")
+    field, value = _names(kind.DESCRIPTOR)[key], values[key]
+    place = (*path, field.name)
+    if not isinstance(value, list) or not field.is_repeated:
+        return _wrong(field, place, value)
+    # At the cost of two readings of the list.
+    start, end = 0, len(value)
+    while end - start > 1:
+        middle = (start + end) // 2
+        is_later = _reads(kind, key, value[start:middle])
+        start, end = (middle, end) if is_later else (start, middle)
+    return _wrong(field, (*place, start), value[start])
 
 
 def _reads(kind: Any, key: str, value: Any) -> bool:
@@ -142,41 +155,19 @@ def _reads(kind: Any, key: str, value: Any) -> bool:
     return True
 
 
-def _first_fault(kind: Any, key: str, items: list[Any]) -> int:
-    """The index of the first item of a list that can't be read, at the cost of two readings of the list."""
-    start, end = 0, len(items)
-    while end - start > 1:
-        middle = (start + end) // 2
-        start, end = (middle, end) if _reads(kind, key, items[start:middle]) else (start, middle)
-    return start
-
-
-def _is_map(field: FieldDescriptor) -> bool:
-    return field.message_type is not None and field.message_type.GetOptions().map_entry
-
-
-def _expected(field: FieldDescriptor) -> str:
+def _wrong(field: FieldDescriptor, path: FieldPath, value: Any) -> InvalidRequest:
+    expected = _KINDS.get(field.cpp_type, "")
     if field.enum_type is not None:
-        return f"one of {', '.join(field.enum_type.values_by_name)}"
-    if field.type == FieldDescriptor.TYPE_BYTES:
-        return "text in base64"
-    if field.message_type is not None:
+        expected = f"one of {', '.join(field.enum_type.values_by_name)}"
+    elif field.type == FieldDescriptor.TYPE_BYTES:
+        expected = "text in base64"
+    elif field.message_type is not None:
         own = field.message_type.full_name.startswith(_OWN_FORMS)
-        return f"{field.message_type.name} in its JSON form" if own else "an object"
-    return _KINDS[field.cpp_type]
+        expected = f"{field.message_type.name} in its JSON form" if own else "an object"
+    return InvalidRequest(path, f"must be {expected}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "a list"
     return orjson.dumps(value)[:_SHOWN_CHARS].decode(errors="ignore")
-
-
-def _put(message: Any, path: FieldPath, content: bytes) -> None:
-    *outer, last = path
-    for part in outer:
-        message = message[part] if isinstance(part, int) else getattr(message, part)
-    if isinstance(last, int):
-        message[last] = content
-    else:
-        setattr(message, last, content)
