@@ -60,7 +60,6 @@ class BatchService(BatchServiceServicer):
 
     @property
     def _taking(self) -> BatchRunner:
-        """Raises BatchesNotTaken."""
         if self._runner is None:
             raise BatchesNotTaken("the server takes no batches; start it with --batches FILE")
         return self._runner

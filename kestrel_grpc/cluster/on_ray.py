@@ -222,7 +222,6 @@ def remove(config: ClusterConfig) -> None:
 
 
 def _status(config: ClusterConfig) -> ApplicationStatusOverview:
-    """Raises ClusterError."""
     status = serve.status().applications.get(config.application)
     if status is None:
         raise ClusterError(f"the application {config.application} was removed")

@@ -195,9 +195,8 @@ class _Exchange:
             return
         failed = self._failed
         last = response.event if failed is None else failed(response.whole.data)
-        if (
-            not last
-        ):  # A part of a file must not look whole: the connection ends without the body's end.
+        if not last:
+            # A part of a file must not look whole: the connection ends without the body's end.
             raise SlowReader("the form of the response has no word for an error")
         await self._stream(last)
         await self._body(b"", has_more=False)

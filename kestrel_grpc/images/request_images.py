@@ -136,7 +136,6 @@ def checked_image_id(field: str | FieldPath, text: str) -> str:
 
 
 def _read(image: common_pb2.Image, path: FieldPath) -> RequestImage:
-    """Raises InvalidRequest."""
     match image.ListFields():
         case [(_, bytes() as encoded)]:  # Most images.
             return RequestImage(path, encoded)
@@ -258,7 +257,6 @@ class RequestImages:
         return await self._shared.delete(call.owner, image_id, call.timeout_s) or existed
 
     async def _stored(self, image_id: str) -> StoredImage:
-        """Raises ImageNotFound."""
         call = current.get()
         owner = call.owner
         if self._shared is None:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from google.protobuf import text_format
+
 from kestrel_client._pb.kestrel.v1 import admin_service_pb2 as pb
 from kestrel_client._pb.kestrel.v1.admin_service_pb2_grpc import AdminServiceServicer
 from kestrel_engine import InvalidRequest, clock
@@ -61,7 +63,6 @@ class AdminService(AdminServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         before = {"state": self._served.state.value}
-        _log_action("drain")
         await self._drain()
         _changed(before, state=self._served.state.value)
         return pb.DrainResponse(remaining_requests=self._served.num_requests)
@@ -72,7 +73,6 @@ class AdminService(AdminServiceServicer):
         if not valid_request_id(request.request_id):
             raise InvalidRequest("request_id", "must be 1 to 128 visible ASCII characters (! to ~)")
         count = sum(engine.cancel(request.request_id) for engine in self._served.engines)
-        _log_action("cancel %d requests with id %s", count, request.request_id)
         _changed({}, cancelled_requests=count)
         return pb.CancelRequestResponse(cancelled_requests=count)
 
@@ -84,7 +84,6 @@ class AdminService(AdminServiceServicer):
         stored = len(self._images)
         removed = self._images.clear() if request.stored_images else 0
         _changed({"stored_images": stored}, stored_images=stored - removed)
-        _log_action("flush caches and %d stored images", removed)
         return pb.FlushCachesResponse(deleted_images=removed)
 
     async def SetLogLevel(
@@ -97,13 +96,8 @@ class AdminService(AdminServiceServicer):
         before = _NAMES.get(module_logger.level, pb.LOG_LEVEL_UNSPECIFIED)
         # The change is logged at INFO, even if the new level hides that.
         module_logger.setLevel(min(level, logging.INFO))
-        _log_action(
-            "log level of %s set to %s",
-            request.module or "all modules",
-            logging.getLevelName(level),
-        )
-        module_logger.setLevel(level)
         _changed({"level": pb.LogLevel.Name(before)}, level=pb.LogLevel.Name(request.level))
+        module_logger.setLevel(level)
         return pb.SetLogLevelResponse(previous_level=before)
 
     async def StartProfile(
@@ -117,7 +111,6 @@ class AdminService(AdminServiceServicer):
             steps=steps,
             python_functions=request.python_functions,
         )
-        _log_action("profile %s of %d ms or %d steps", file, duration_ms, steps)
         _changed({"file": None}, file=file)
         return pb.StartProfileResponse(file=file)
 
@@ -139,11 +132,6 @@ class AdminService(AdminServiceServicer):
     ) -> pb.StartCaptureResponse:
         requests = in_range(request, "requests", 1, MAX_REQUESTS, DEFAULT_REQUESTS)
         self._capture.start(requests, images=request.images)
-        _log_action(
-            "capture %d failing requests, %s images",
-            requests,
-            "with" if request.images else "without",
-        )
         _changed({}, requests=requests, images=request.images)
         return pb.StartCaptureResponse(requests=requests)
 
@@ -151,14 +139,12 @@ class AdminService(AdminServiceServicer):
         self, request: pb.StopCaptureRequest, context: Context
     ) -> pb.StopCaptureResponse:
         files, lost = await self._capture.stop()
-        _log_action("stop captures: %d written, %d lost", len(files), lost)
         _changed({}, requests=0, files=files, lost=lost)
         return pb.StopCaptureResponse(files=files, lost=lost)
 
     async def LoadModel(  # type: ignore[override]
         self, request: pb.LoadModelRequest, context: Context
     ) -> None:
-        _log_action("load model %s", request.source[:200])
         events = self._models.load(
             request.source, request.settings, make_default=request.make_default
         )
@@ -179,7 +165,6 @@ class AdminService(AdminServiceServicer):
     ) -> pb.UnloadModelResponse:
         name = checked_model_name(request.model)
         grace_ms = in_range(request, "grace_ms", 0, _MOST_GRACE_MS, round(1e3 * self._grace_s))
-        _log_action("unload model %s", name)
         before = {"models": self._served.names}
         _changed(before, unloading=name)  # It goes on if the caller leaves.
         await self._models.unload(name, grace_ms / 1e3)
@@ -191,7 +176,6 @@ class AdminService(AdminServiceServicer):
     ) -> pb.SetDefaultModelResponse:
         name = checked_model_name(request.model)
         previous = self._models.make_default(name)
-        _log_action("default model %s in place of %s", name, previous)
         _changed({"default_model": previous}, default_model=name)
         return pb.SetDefaultModelResponse(previous_model=previous)
 
@@ -202,7 +186,6 @@ class AdminService(AdminServiceServicer):
         was_loaded = request.adapter in engine.adapter_counts.loaded
         num_bytes = await engine.load_adapter(request.adapter)
         _changed({"loaded": was_loaded}, loaded=True)
-        _log_action("load adapter %s", request.adapter)
         return pb.LoadAdapterResponse(adapter=adapter_message(request.adapter, num_bytes))
 
     async def UnloadAdapter(
@@ -211,7 +194,6 @@ class AdminService(AdminServiceServicer):
         engine = named_model(self._served, request).engine
         was_loaded = engine.unload_adapter(request.adapter)
         _changed({"loaded": was_loaded}, loaded=False)
-        _log_action("unload adapter %s", request.adapter)
         return pb.UnloadAdapterResponse(was_loaded=was_loaded)
 
     async def GetStatistics(
@@ -272,11 +254,10 @@ def _rounded_ms(duration_s: float) -> float:
     return round(1e3 * duration_s, 3)
 
 
-def _log_action(action: str, *arguments: object) -> None:
-    """Logs an action of an administrator, with the caller's name."""
-    logger.info(f"%s: {action}", current.get().owner or "an administrator", *arguments)
-
-
 def _changed(before: dict[str, Any], **after: Any) -> None:
-    """Notes for the audit log what the current call has changed."""
-    current.get().change = before, after
+    """Logs what the current call has changed, and notes it for the audit log."""
+    call = current.get()
+    call.change = before, after
+    who, action = call.owner or "an administrator", call.method.rpartition("/")[2]
+    asked = text_format.MessageToString(call.message, as_one_line=True)[:200]
+    logger.info("%s: %s %s -> %s", who, action, asked, after)

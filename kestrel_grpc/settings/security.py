@@ -27,7 +27,6 @@ _NO_SERVICE = "none"
 
 
 def _open_service(text: str) -> str:
-    """Raises ValueError."""
     if text not in (*OPEN_SERVICES, _NO_SERVICE):
         raise ValueError(f"must be {', '.join(OPEN_SERVICES)} or {_NO_SERVICE}")
     return text

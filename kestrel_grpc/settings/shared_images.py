@@ -107,7 +107,6 @@ def _check(url: str) -> None:
 
 
 def _split(url: str) -> SplitResult:
-    """Raises ValueError."""
     try:
         parts = urlsplit(url)
         _ = parts.port

@@ -150,7 +150,6 @@ def _named(environ: Mapping[str, str], signal: str) -> list[str]:
 
 
 def _exporters(environ: Mapping[str, str], signal: str) -> tuple[Exporter, ...]:
-    """Raises ValueError."""
     names = _named(environ, signal)
     if not names:
         endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT") or environ.get(_ENDPOINT)
@@ -171,7 +170,6 @@ def _exporters(environ: Mapping[str, str], signal: str) -> tuple[Exporter, ...]:
 
 
 def _protocol(environ: Mapping[str, str], signal: str) -> Protocol:
-    """Raises ValueError."""
     named = {_NAMED_PROTOCOLS[name] for name in _named(environ, signal) if name in _NAMED_PROTOCOLS}
     if len(named) > 1:
         raise ValueError(f"OTEL_{signal}_EXPORTER: names two protocols of OTLP; name one")

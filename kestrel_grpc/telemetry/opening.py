@@ -79,10 +79,11 @@ class Telemetry:
 
         Takes milliseconds. Any thread may call it.
         """
-        from .prometheus import exposition
+        from prometheus_client.exposition import choose_encoder
 
         assert self._registry is not None, "is_scraped says whether there is one"
-        return exposition(self._registry, accept)
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
     @property
     def num_open_traces(self) -> int:
@@ -247,11 +248,13 @@ def open_telemetry(
     shutdowns: list[Callable[[], object]] = []
     tracing = metrics = endpoint = reader = registry = None
     if config.is_scraped:
-        from .prometheus import registry_of
+        from prometheus_client import CollectorRegistry
+
+        from .prometheus import Scrape
         from .readers import PullReader
 
-        reader = PullReader()
-        registry = registry_of(reader, config.worker)
+        reader, registry = PullReader(), CollectorRegistry()
+        registry.register(Scrape(reader, config.worker))
     if config.prometheus is not None:
         # This comes before tracing and metrics because it may fail, and they start threads.
         from prometheus_client import make_wsgi_app

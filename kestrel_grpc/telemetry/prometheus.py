@@ -17,9 +17,7 @@ from opentelemetry.sdk.metrics.export import (
     Sum,
 )
 from opentelemetry.sdk.metrics.export import Metric as Collected
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
@@ -27,28 +25,11 @@ from prometheus_client.samples import Exemplar
 from .names import METRICS, Metric
 
 
-def registry_of(reader: InMemoryMetricReader, worker: int | None = None) -> CollectorRegistry:
-    """The metrics that ``reader`` collects. Any thread may read them.
+class Scrape(Collector):
+    """Converts what ``reader`` collects to the metric families of prometheus_client. Any thread may read them.
+    ``worker``: the index of this worker, which becomes a label of every series; None without workers."""
 
-    Args:
-        reader: The reader that the meter provider was created with.
-        worker: The index of this worker, which becomes a label of every series; None without workers.
-    """
-    registry = CollectorRegistry()
-    registry.register(_Scrape(reader, worker))
-    return registry
-
-
-def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """The metrics as text, and its content type. ``accept``: the scraper's header of this name. Takes milliseconds."""
-    encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
-
-
-class _Scrape(Collector):
-    """Converts the SDK's collected metrics to the metric families of prometheus_client."""
-
-    def __init__(self, reader: InMemoryMetricReader, worker: int | None) -> None:
+    def __init__(self, reader: InMemoryMetricReader, worker: int | None = None) -> None:
         self._reader = reader
         self._fixed = {} if worker is None else {"worker": str(worker)}
         self._lock = threading.Lock()  # The reader stores one result, and scrapes may overlap.

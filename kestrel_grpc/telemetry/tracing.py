@@ -78,31 +78,6 @@ class StepRecord:
         return self.event.step_id % DECODE_SAMPLING == 0
 
 
-class StepSpans:
-    """Makes the spans of steps. They are not sampled again, because their requests are sampled."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-
-    def links(self, records: list[StepRecord], clock_ns: int) -> list[Link]:
-        """Links to the first LINKED_STEPS of ``records``. ``clock_ns``: nanoseconds since the epoch minus nanoseconds
-        of the monotonic clock."""
-        return [Link(self._context(record, clock_ns)) for record in records[:LINKED_STEPS]]
-
-    def _context(self, record: StepRecord, clock_ns: int) -> SpanContext:
-        if record.context is None:
-            span = self._tracer.start_span(
-                names.STEP,
-                context=Context(),
-                attributes=attributes.of_step(record.event),
-                links=[Link(context) for context in record.requests],
-                start_time=clock_ns + round(1e9 * record.began_at),
-            )
-            span.end(clock_ns + round(1e9 * record.event.collected_at))
-            record.context = span.get_span_context()
-        return record.context
-
-
 @dataclass(slots=True, eq=False)
 class CallTrace:
     """A sampled call in progress."""
@@ -139,9 +114,7 @@ class CallTracing:
     def __init__(
         self, tracer: Tracer, step_tracer: Tracer, *, sampling: str, content: bool
     ) -> None:
-        self._tracer = tracer
-        self._step_spans = StepSpans(step_tracer)
-        self._content = content
+        self._tracer, self._step_tracer, self._content = tracer, step_tracer, content
         self._propagator = propagate.get_global_textmap()
         self._fields = frozenset(self._propagator.fields)
         # OTEL_PROPAGATORS and OTEL_TRACES_SAMPLER can change both.
@@ -345,8 +318,22 @@ class CallTracing:
         steps: list[StepRecord] | None = None,
         extra: dict[str, float] | None = None,
     ) -> None:
-        links = self._step_spans.links(steps, trace.clock_ns) if steps else None
+        links = [Link(self._step(each, trace)) for each in (steps or ())[:LINKED_STEPS]]
         span = self._tracer.start_span(
             name, context=parent, attributes=extra, links=links, start_time=trace.ns(began_at)
         )
         span.end(trace.ns(max(began_at, ended_at)))
+
+    def _step(self, record: StepRecord, trace: CallTrace) -> SpanContext:
+        """The span of a step, which is not sampled again, because its requests are sampled."""
+        if record.context is None:
+            span = self._step_tracer.start_span(
+                names.STEP,
+                context=Context(),
+                attributes=attributes.of_step(record.event),
+                links=[Link(context) for context in record.requests],
+                start_time=trace.ns(record.began_at),
+            )
+            span.end(trace.ns(record.event.collected_at))
+            record.context = span.get_span_context()
+        return record.context

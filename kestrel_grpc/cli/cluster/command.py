@@ -97,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ray() -> ModuleType:
-    """Raises CommandError."""
     try:
         from ...cluster import on_ray
     except ImportError as error:

@@ -84,12 +84,7 @@ class Reading:
         """Raises MessageTooLarge."""
         limits = self.limits
         if num_bytes > limits.largest:
-            raise MessageTooLarge(
-                "",
-                f"the message has {num_bytes} bytes; the limit is {limits.largest}",
-                value=num_bytes,
-                limit=limits.largest,
-            )
+            raise MessageTooLarge.of(num_bytes, limits.largest)
         if num_bytes > self.most_bytes:
             raise MessageTooLarge(
                 "",

@@ -189,7 +189,6 @@ def _batch(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _new_batch(fields: Fields) -> NewBatch:
-    """Raises InvalidRequest."""
     BATCH.check(fields)
     endpoint, window = fields.text("endpoint"), fields.text("completion_window", "24h")
     if endpoint not in ENDPOINTS:

@@ -40,7 +40,6 @@ def endpoints(services: HttpServices) -> Endpoints:
 
 
 def _complete(services: HttpServices, fields: Fields) -> ServiceCall:
-    """Raises InvalidRequest."""
     COMPLETIONS.check(fields)
     if fields.whole("best_of") not in (None, samples(fields)):
         raise InvalidRequest("best_of", f"must be equal to n, got {fields.values['best_of']}")
@@ -70,7 +69,6 @@ def _complete(services: HttpServices, fields: Fields) -> ServiceCall:
 
 
 def _prompts(fields: Fields) -> Sequence[str]:
-    """Raises InvalidRequest."""
     given = fields.values.get("prompt")
     ids = given[0] if isinstance(given, list) and given and isinstance(given[0], list) else given
     if isinstance(ids, list) and ids and isinstance(ids[0], int):

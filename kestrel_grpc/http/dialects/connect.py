@@ -81,7 +81,7 @@ class _Codec:
             raise MessageTooLarge("", f"the decompressed message is larger than {largest} bytes")
         self.parse(data, message)
         if (size := message.ByteSize()) > largest:
-            raise MessageTooLarge("", f"the message has {size} bytes; the limit is {largest}")
+            raise MessageTooLarge.of(size, largest)
         return message
 
     def whole(self, response: Message) -> ByteResponse:
@@ -172,18 +172,15 @@ class _Envelopes:
 
     async def read(self) -> Any:
         """The next content; EOF after the last one. Raises InvalidRequest, MessageTooLarge, CancelledError."""
-        await asyncio.sleep(
-            0
-        )  # What has arrived may hold thousands of envelopes. Other calls run in between.
+        # What has arrived may hold thousands of envelopes. Other calls run in between.
+        await asyncio.sleep(0)
         await self._wait_for(HEAD_BYTES)
         if not self._arrived:
             return EOF
         is_gzip = _is_compressed(self._arrived[0], self._may_be_gzip)
         length = int.from_bytes(self._arrived[1:HEAD_BYTES])
         if length > self._largest:
-            raise MessageTooLarge(
-                "", f"the message has {length} bytes; the limit is {self._largest}"
-            )
+            raise MessageTooLarge.of(length, self._largest)
         await self._wait_for(end := HEAD_BYTES + length)
         if len(self._arrived) < end:
             raise InvalidRequest("", "the body ends within an envelope")

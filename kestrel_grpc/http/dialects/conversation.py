@@ -155,7 +155,6 @@ class _Turn:
 
 
 def _check(message: Message) -> None:
-    """Raises InvalidRequest."""
     if message.role not in _ROLES:
         raise InvalidRequest(
             (*message.path, "role"), f"must be system, user or assistant, got {message.role[:50]!r}"

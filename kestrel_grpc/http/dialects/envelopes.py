@@ -26,7 +26,7 @@ def take_head(body: bytearray, name: str, largest: int | None = None) -> int:
         raise InvalidRequest("", f"the body holds no whole {name}")
     flags, length = body[0], int.from_bytes(body[1:HEAD_BYTES])
     if largest is not None and length > largest:
-        raise MessageTooLarge("", f"the message has {length} bytes; the limit is {largest}")
+        raise MessageTooLarge.of(length, largest)
     if length != (following := len(body) - HEAD_BYTES):
         raise InvalidRequest(
             "",

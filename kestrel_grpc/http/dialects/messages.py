@@ -133,7 +133,6 @@ def _renamed(path: FieldPath) -> FieldPath:
 
 
 def _system(fields: Fields) -> Iterator[Message]:
-    """Raises InvalidRequest."""
     text, images = _content(fields, "system")
     if images:
         raise InvalidRequest("system", "only user messages may hold images")

@@ -213,7 +213,6 @@ def _adapters(fields: Fields) -> Iterator[tuple[FieldPath, str]]:
 
 
 def _fill_budget(image: common_pb2.Image | None, settings: Fields) -> None:
-    """Raises InvalidRequest."""
     budget = positive(settings, "max_crops")
     if budget is None:
         return

@@ -113,7 +113,6 @@ def _message(message: Fields) -> Message:
 
 
 def _images(fields: Fields) -> list[MessageImage]:
-    """Raises InvalidRequest."""
     images: list[MessageImage] = []
     for index, item in enumerate(fields.items("images")):
         if not isinstance(item, str):

@@ -36,6 +36,12 @@ class TooManyCalls(EngineOverloaded):
 class MessageTooLarge(RequestError):
     """A message exceeds the server's limit. A retry would fail too."""
 
+    @classmethod
+    def of(cls, num_bytes: int, limit: int, what: str = "the message") -> MessageTooLarge:
+        """The error for a message, or another part of a call, of ``num_bytes``."""
+        text = f"{what} has {num_bytes} bytes; the limit is {limit}"
+        return cls("", text, value=num_bytes, limit=limit)
+
 
 @dataclass(slots=True)
 class _Account(AbstractContextManager[None]):

@@ -179,12 +179,7 @@ class ConnectionGuard:
         if num_bytes > HOSTILE_HEADERS * most:
             self.use(peer).is_hostile = True
         self._freed_bytes += COPIES * num_bytes
-        return MessageTooLarge(
-            "",
-            f"the metadata has {num_bytes} bytes; the limit is {most}",
-            value=num_bytes,
-            limit=most,
-        )
+        return MessageTooLarge.of(num_bytes, most, "the metadata")
 
     def take_freed_bytes(self) -> int:
         """Bytes that the core has freed for ended connections since the last call of this method."""

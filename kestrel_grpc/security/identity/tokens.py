@@ -165,7 +165,6 @@ def _add_line(credentials: Credentials, text: str) -> None:
 
 
 def _parse_weight(text: str) -> float:
-    """Raises ValueError."""
     allowed = f"a weight is a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
     try:
         weight = float(text)

@@ -149,7 +149,6 @@ def centre_of(face: Edges) -> Point:
 
 
 def _checked_face(index: int, face: Edges) -> Edges:
-    """Raises InvalidRequest."""
     for name, value in zip(EDGES, face, strict=True):
         if not 0 <= value <= 1:
             raise InvalidRequest(("faces", index, name), f"{value!r} is not a number in [0, 1]")

@@ -266,7 +266,7 @@ def test_a_session_logs_no_secret_and_writes_no_file(tmp_path):
     events = [e["event"] for e in told if e["logger"] == "kestrel_grpc.lifecycle"]
     assert events == ["listening", "ready", "draining", "stopped"]
     traced = [entry for entry in told if entry.get("trace_id") == TRACE_ID]
-    flushed = [e for e in traced if "flush caches" in e.get("message", "")]
+    flushed = [e for e in traced if "FlushCaches" in e.get("message", "")]
     assert len(flushed) == 1 and flushed[0]["request_id"] == "r-flush"
     assert sum(entry.get("event") == "call" for entry in traced) == 7
 
