@@ -23,7 +23,6 @@ from ..served_model import ServedModels, State
 from ..services.vision import VisionService
 from . import model
 from .skills import Values, VisionCall, input_path, output_values, vision_call
-from .statistics import model_statistics
 from .tensors import BYTES, raw_bytes
 
 SERVER_NAME = "kestrel"
@@ -107,7 +106,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     ) -> pb.ModelStatisticsResponse:
         if request.name:  # Without a name: all models.
             model.model_of(self._served, request.name, request.version)
-        return pb.ModelStatisticsResponse(model_stats=[model_statistics(self._calls)])
+        return pb.ModelStatisticsResponse(model_stats=[_statistics(self._calls)])
 
     async def RepositoryIndex(
         self, request: pb.RepositoryIndexRequest, context: Context
@@ -239,3 +238,31 @@ def _check_outputs(request: pb.ModelInferRequest) -> None:
         for name in ("classification", "shared_memory_region"):
             if name in output.parameters:
                 raise InvalidRequest(("outputs", model.OUTPUT), f"{name} is not served")
+
+
+def _statistics(calls: CallStatistics) -> pb.ModelStatistics:
+    """Each request counts as one inference and one execution, because a batch changes at every step of the engine."""
+    counts = calls.methods.values()
+    ok = sum(each.ok for each in counts)
+
+    def spent(seconds: float, count: int = ok) -> pb.StatisticDuration:
+        return pb.StatisticDuration(count=count, ns=round(1e9 * seconds))
+
+    return pb.ModelStatistics(
+        name=model.NAME,
+        version=model.VERSION,
+        last_inference=0 if calls.last_at is None else round(1e3 * calls.last_at),
+        inference_count=ok,
+        execution_count=ok,
+        inference_stats=pb.InferStatistics(
+            success=spent(sum(each.total_s for each in counts)),
+            fail=spent(
+                sum(each.failed_s for each in counts),
+                sum(each.failed + each.cancelled + each.refused for each in counts),
+            ),
+            queue=spent(sum(each.queue_s for each in counts)),
+            compute_input=spent(sum(each.preprocess_s for each in counts)),
+            compute_infer=spent(sum(each.prefill_s + each.decode_s for each in counts)),
+            compute_output=spent(0.0),
+        ),
+    )

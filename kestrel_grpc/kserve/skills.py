@@ -65,17 +65,12 @@ class VisionCall:
     def piece(self, message: Any) -> Values | None:
         """Converts a message of a stream to values for JSON; None for a message that has no counterpart."""
         kind = message.WhichOneof("event")
-        if kind == "text_delta":
-            delta = message.text_delta
-            return {"chunk": delta.text, "completed": False, "token_index": delta.output_tokens}
-        if kind == "reasoning_delta":
-            delta = message.reasoning_delta
-            return {
-                "chunk": "",
-                "completed": False,
-                "token_index": delta.output_tokens,
-                "reasoning_chunk": delta.text,
-            }
+        if kind in ("text_delta", "reasoning_delta"):
+            delta, is_text = getattr(message, kind), kind == "text_delta"
+            text = (
+                {"chunk": delta.text} if is_text else {"chunk": "", "reasoning_chunk": delta.text}
+            )
+            return {**text, "completed": False, "token_index": delta.output_tokens}
         if kind == "final":
             return {"chunk": "", "completed": True, **output_values(message.final)}
         return None

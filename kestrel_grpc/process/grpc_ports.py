@@ -7,6 +7,8 @@ kernel would pass it a share of the connections all the same.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 from collections.abc import Callable
 
 import grpc
@@ -32,7 +34,6 @@ from ..security.listening import add_port
 from ..service_names import SERVICES
 from ..services import health
 from ..services.admin import AdminService
-from ..services.channelz import add_channelz
 from ..services.load_reports import add_load_reports
 from ..services.reflection import add_reflection
 from ..settings.addresses import check_free, close_address, with_port
@@ -50,6 +51,9 @@ _MANY = 1_000_000
 _PENDING_CALLS = 8192
 """Calls that have arrived and wait for the event loop. gRPC cancels further ones. Each holds its metadata."""
 
+_CHANNELZ = "grpc_channelz"
+"""The package with the service of gRPC's own counts of connections and calls (extra channelz). It needs the scope
+admin, because it names the addresses of all clients."""
 _FRONT_HEADERS, _CERTIFICATES_BYTES = 4, 64 * 1024
 """The front passes metadata of this many times the limit, and adds a client's certificates."""
 
@@ -143,7 +147,13 @@ def add_services(
     health_pb2_grpc.add_HealthServicer_to_server(own_health, server)
     if load_reports is not None:
         add_load_reports(methods, load_reports.current)
-    add_reflection(methods, (*SERVICES, health.SERVICE_NAME, *add_channelz(methods)))
+    names = [*SERVICES, health.SERVICE_NAME]
+    if importlib.util.find_spec(_CHANNELZ) is not None:
+        stubs = importlib.import_module(f"{_CHANNELZ}.v1.channelz_pb2_grpc")
+        servicer = importlib.import_module(f"{_CHANNELZ}.v1.channelz").aio.ChannelzServicer()
+        stubs.add_ChannelzServicer_to_server(servicer, server)
+        names.append("grpc.channelz.v1.Channelz")
+    add_reflection(methods, tuple(names))
 
 
 def _channel_options(

@@ -52,12 +52,6 @@ def token_budget(text: str) -> TokenBudget:
     return TokenBudget(**values)  # type: ignore[arg-type]
 
 
-def checked_budget(text: str) -> str:
-    """``text``, if ``token_budget`` can parse it. Raises ValueError."""
-    token_budget(text)
-    return text
-
-
 def parsed_tokens(name: str, text: str) -> int:
     """A number of tokens. ``name``: of the field, for errors. Raises ValueError."""
     if _WHOLE.fullmatch(text) is None or int(text) > MOST_TOKENS:

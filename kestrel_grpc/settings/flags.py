@@ -140,6 +140,16 @@ def matching(pattern: str, limit: str) -> Callable[[str], str]:
     return checked_text
 
 
+def readable(read: Callable[[str], object]) -> Callable[[str], str]:
+    """A ``parse`` for texts that ``read`` can parse, and that stay as they are."""
+
+    def checked_text(text: str) -> str:
+        read(text)
+        return text
+
+    return checked_text
+
+
 def field_value(setting: Setting, value: Any) -> Any:
     """The field's value for the flag's value ``value``."""
     if setting.kind == "bool":

@@ -25,9 +25,3 @@ def log_levels(text: str) -> dict[str, str]:
             raise ValueError(f"{module or 'the level of all modules'} is named twice")
         levels[module] = level
     return {"": "info", **levels}
-
-
-def checked_levels(text: str) -> str:
-    """``text``, if ``log_levels`` can parse it. Raises ValueError."""
-    log_levels(text)
-    return text

@@ -9,8 +9,16 @@ from dataclasses import MISSING, dataclass, field
 
 from kestrel_engine import ConfigError, SettingGroup, check_settings, checked
 
-from .budgets import checked_budget
-from .flags import ON_OFF, SettingsError, add_settings, configured, dest_of, on_or_off
+from .budgets import token_budget
+from .flags import (
+    ON_OFF,
+    SettingsError,
+    add_settings,
+    configured,
+    dest_of,
+    on_or_off,
+    readable,
+)
 from .sources import name_of
 
 KIB = 1024
@@ -100,7 +108,7 @@ class CallLimits:
         "budget of a principal in weighted tokens, such as minute=60000,day=2000000; then what a token counts (1 by "
         "default): prompt=W, image=W, cached=W, output=W; 'shadow' refuses nothing, but counts and logs; file=PATH "
         "stores what was used, so that a restart gives nothing back",
-        parse=checked_budget,
+        parse=readable(token_budget),
         metavar="LIMITS",
         shown="no limits but those in the file of tokens",
     )

@@ -16,9 +16,9 @@ from kestrel_engine import ConfigError, SettingGroup, check_settings, checked
 from .addresses import parse_address
 from .batches import BatchesConfig
 from .debug import DebugConfig, writable_folder
-from .flags import SettingsError, configured, matching
+from .flags import SettingsError, configured, matching, readable
 from .http import HttpConfig
-from .logs import DEFAULT_BUFFER_BYTES, LEAST_BUFFER_BYTES, checked_levels
+from .logs import DEFAULT_BUFFER_BYTES, LEAST_BUFFER_BYTES, log_levels
 from .security import SecurityConfig
 from .shared_images import SharedImagesConfig
 from .sources import name_of
@@ -137,7 +137,7 @@ class ServerConfig:
         "info",
         "least severe level to log on standard error: debug, info, warning or error; levels of single modules may "
         "follow, as in info,kestrel_engine.steps.loop=debug",
-        parse=checked_levels,
+        parse=readable(log_levels),
         metavar="LEVELS",
     )
     log_buffer_bytes: int = LOG.setting(

@@ -21,17 +21,16 @@ TELEMETRY = SettingGroup("telemetry", "telemetry")
 Exporter = Literal["otlp", "console"]
 Protocol = Literal["grpc", "http/protobuf"]
 
+_NAMED_PROTOCOLS: dict[str, Protocol] = {
+    "otlp_proto_grpc": "grpc",
+    "otlp_proto_http": "http/protobuf",
+}
 _EXPORTERS: dict[str, Exporter] = {
     "otlp": "otlp",
     "console": "console",
     # Names of OpenTelemetry's Python SDK, and the old name of console.
-    "otlp_proto_grpc": "otlp",
-    "otlp_proto_http": "otlp",
+    **dict.fromkeys(_NAMED_PROTOCOLS, "otlp"),
     "logging": "console",
-}
-_NAMED_PROTOCOLS: dict[str, Protocol] = {
-    "otlp_proto_grpc": "grpc",
-    "otlp_proto_http": "http/protobuf",
 }
 _PROTOCOLS = ("grpc", "http/protobuf")
 _CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"

@@ -34,14 +34,8 @@ SERVER_ERRORS = frozenset(
 
 _TEXT_SKILLS = ("query", "caption")
 _EMBED = "embed"
-_SAMPLING = {
-    "max_tokens": "gen_ai.request.max_tokens",
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "seed": "gen_ai.request.seed",
-}
-"""By the field of ``Sampling`` or of the task."""
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+"""Fields of ``Sampling`` or of the task."""
 
 
 def of_call(call: Call) -> Attributes:
@@ -186,8 +180,8 @@ def _of_sampling(task: Any) -> Attributes:
         return {}
     holders = [task, task.sampling] if "sampling" in task.DESCRIPTOR.fields_by_name else []
     return {
-        name: getattr(holder, field)
-        for field, name in _SAMPLING.items()
+        f"gen_ai.request.{field}": getattr(holder, field)
+        for field in _SAMPLING
         for holder in holders
         if field in holder.DESCRIPTOR.fields_by_name and holder.HasField(field)
     }
