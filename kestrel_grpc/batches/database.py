@@ -1,51 +1,17 @@
-"""The SQLite file of batches: its tables, and how one process has it alone."""
+"""The SQLite file of batches: its tables (schema.sql), and how one process has it alone."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS files (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, content BLOB, batch_id TEXT, succeeded INTEGER);
-CREATE INDEX IF NOT EXISTS files_of ON files (owner, created_at);
-CREATE INDEX IF NOT EXISTS outputs_of ON files (batch_id) WHERE batch_id IS NOT NULL;
-CREATE TABLE IF NOT EXISTS batches (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, caller TEXT NOT NULL, status TEXT NOT NULL, endpoint TEXT NOT NULL,
-    input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, metadata TEXT NOT NULL, errors TEXT,
-    created_at INTEGER NOT NULL, ended_at INTEGER, expires_at INTEGER NOT NULL, kept_until INTEGER NOT NULL,
-    bytes INTEGER NOT NULL, total INTEGER NOT NULL,
-    completed INTEGER NOT NULL, failed INTEGER NOT NULL, output_file_id TEXT, error_file_id TEXT);
-CREATE INDEX IF NOT EXISTS batches_of ON batches (owner, created_at);
-CREATE INDEX IF NOT EXISTS open_batches_of ON batches (owner, created_at) WHERE ended_at IS NULL;
-CREATE TABLE IF NOT EXISTS requests (
-    batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, body BLOB, line BLOB, succeeded INTEGER,
-    PRIMARY KEY (batch_id, number)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS waiting ON requests (batch_id, number) WHERE line IS NULL;
-DELETE FROM requests WHERE batch_id NOT IN (SELECT id FROM batches);  -- They were arriving when the process ended.
-"""
+from pathlib import Path
+from string import Template
 
 BATCH_BYTES = 16 * 1024
 """What each batch counts at least, so that a caller has at most some 65,000 of them, however small."""
-_SIZE = f"({{0}}bytes + {BATCH_BYTES} + length({{0}}metadata) + length(coalesce({{0}}errors, '')))"
-_HELD = f"""
-CREATE TEMP TABLE held (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO held SELECT owner, sum(size) FROM (
-    SELECT owner, bytes AS size FROM files UNION ALL SELECT owner, {_SIZE.format("")} FROM batches) GROUP BY owner;
-CREATE TEMP TRIGGER file_added AFTER INSERT ON main.files BEGIN
-    INSERT INTO held VALUES (new.owner, new.bytes) ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes; END;
-CREATE TEMP TRIGGER file_deleted AFTER DELETE ON main.files BEGIN
-    UPDATE held SET bytes = bytes - old.bytes WHERE owner = old.owner; END;
-CREATE TEMP TRIGGER batch_added AFTER INSERT ON main.batches BEGIN
-    INSERT INTO held VALUES (new.owner, {_SIZE.format("new.")})
-        ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes; END;
-CREATE TEMP TRIGGER batch_changed AFTER UPDATE ON main.batches BEGIN
-    UPDATE held SET bytes = bytes - {_SIZE.format("old.")} + {_SIZE.format("new.")} WHERE owner = old.owner; END;
-CREATE TEMP TRIGGER batch_deleted AFTER DELETE ON main.batches BEGIN
-    UPDATE held SET bytes = bytes - {_SIZE.format("old.")} WHERE owner = old.owner; END;
-"""
-"""Each owner's bytes of files and batches: their sum over all rows would take a caller's time for each answer."""
+_SCHEMA = Template(Path(__file__).with_name("schema.sql").read_text("utf-8")).substitute(
+    batch_bytes=BATCH_BYTES
+)
 
 
 def open_database(path: str) -> sqlite3.Connection:
@@ -55,8 +21,7 @@ def open_database(path: str) -> sqlite3.Connection:
     db.row_factory = sqlite3.Row
     for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
         db.execute(f"PRAGMA {pragma}")
-    db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+    db.executescript(_SCHEMA)
     if "off_peak" not in {row["name"] for row in db.execute("PRAGMA table_info(batches)")}:
         db.execute("ALTER TABLE batches ADD COLUMN off_peak INTEGER NOT NULL DEFAULT 0")
-    db.executescript(f"PRAGMA temp_store = MEMORY; {_HELD}")
     return db

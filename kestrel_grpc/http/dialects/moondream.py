@@ -191,8 +191,7 @@ def _fill(
     ):
         if value is not None:
             setattr(holder(task, key, settings.at(key)), key, value)
-    _fill_region(image, settings)
-    _fill_budget(image, settings)
+    _fill_image(image, settings)
     _fill_tiles(task, settings)
     model = fields.values.get("model")
     if model is not None:
@@ -212,27 +211,22 @@ def _adapters(fields: Fields) -> Iterator[tuple[FieldPath, str]]:
                 yield given.at(key), given.text(key)
 
 
-def _fill_budget(image: common_pb2.Image | None, settings: Fields) -> None:
-    budget = positive(settings, "max_crops")
-    if budget is None:
-        return
+def _fill_image(image: common_pb2.Image | None, settings: Fields) -> None:
+    """The region of the image, as [x_min, y_min, x_max, y_max], and its budget. Raises InvalidRequest."""
+    edges, budget = settings.items("region"), positive(settings, "max_crops")
+    for key, value in (("region", edges), ("max_crops", budget)):
+        if value and image is None:
+            raise InvalidRequest(settings.at(key), "needs image_url")
     if image is None:
-        raise InvalidRequest(settings.at("max_crops"), "needs image_url")
-    image.max_crops = budget
-
-
-def _fill_region(image: common_pb2.Image | None, settings: Fields) -> None:
-    """The region of the image, as [x_min, y_min, x_max, y_max]. Raises InvalidRequest."""
-    edges = settings.items("region")
-    if not edges:
         return
-    if image is None:
-        raise InvalidRequest(settings.at("region"), "needs image_url")
-    read = numbers(edges, settings.at("region"))
-    if len(read) != 4:
-        raise InvalidRequest(settings.at("region"), f"must have 4 numbers, got {len(read)}")
-    region = image.region
-    region.x_min, region.y_min, region.x_max, region.y_max = read
+    if edges:
+        read = numbers(edges, settings.at("region"))
+        if len(read) != 4:
+            raise InvalidRequest(settings.at("region"), f"must have 4 numbers, got {len(read)}")
+        region = image.region
+        region.x_min, region.y_min, region.x_max, region.y_max = read
+    if budget is not None:
+        image.max_crops = budget
 
 
 def _fill_tiles(task: Any, settings: Fields) -> None:
