@@ -167,6 +167,27 @@ async def test_a_killed_batch_goes_on(serve, images, tmp_path, kills):
     assert all(line["image"] == names[line["row"] - 1] for line in lines)
 
 
+async def test_a_name_that_is_not_utf_8(serve, images, tmp_path):
+    """The bytes that it has are escaped in every file, and the next run knows it again."""
+    name = b"\xff.png"
+    try:
+        (images / "00.png").rename(images / os.fsdecode(name))
+    except OSError:
+        pytest.skip("the file system takes no such name")
+    served = await serve()
+    output, exports = tmp_path / "out.jsonl", ["out.csv", "coco:out.json", "out.parquet"]
+    flags = [f"--export={kind}{colon}{tmp_path}/{file}"
+             for kind, colon, file in (each.rpartition(":") for each in exports)]  # fmt: skip
+    (images / "broken.png").unlink()
+    assert await run(served, images, *TASKS, "--output", output, *flags) == 0
+    found = [line["image"] for line in read(output)]
+    assert len(found) == 12 and os.fsdecode(name) in {os.path.basename(each) for each in found}
+    assert await run(served, images, *TASKS, "--output", output, "--retry-failed") == 0
+    assert len(read(output)) == 12
+    for file in ("out.csv", "out.json"):
+        assert r"\udcff.png" in (tmp_path / file).read_text(encoding="utf-8")
+
+
 def test_an_incomplete_line_is_removed_and_a_full_disk_leaves_none(tmp_path, monkeypatch):
     file = tmp_path / "results.jsonl"
     with Journal(file, {"tasks": []}) as journal:

@@ -45,7 +45,7 @@ async def test_what_is_refused(kestrel):
         ([IMAGE], "give at least one task"),
         ([IMAGE, "--caption", "--together"], "--together: needs one --query"),
         ([IMAGE, "--query", " "], "tasks[0].query.question"),
-        (["--caption"], "images[0]: is required"),
+        (["--caption"], "no image is given, and only --query needs none"),
         (["none.jpg", "--caption"], "there is no image 'none.jpg'"),
     ):
         status, _, errors = await kestrel("count", *words)

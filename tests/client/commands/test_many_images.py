@@ -63,7 +63,7 @@ async def test_put_stores_the_other_images_if_one_is_refused(kestrel, folder):
     notes = folder / "notes.txt"
     status, told, errors = await kestrel("put", notes, folder / "a.JPG", folder / "deep")
     assert status == 1 and len(told.split()) == 2
-    assert errors.startswith(f"failed: {notes}: image: is not in a supported format")
+    assert errors.startswith(f"failed: {notes}: is not in a supported format")
 
 
 async def test_a_skill_that_is_misspelt_is_suggested(kestrel):
@@ -197,6 +197,43 @@ async def test_a_deadline_and_a_full_queue_in_plain_words(kestrel, monkeypatch):
     assert failure_text(full, "here:1", None) == (
         "server here:1 is busy; try again in 1.5 s [RESOURCE_EXHAUSTED]"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["query", IMAGE, "what?", "--temperature", -1], "--temperature: -1.0 is not in"),
+        (["query", IMAGE, "what?", "--region", "0,0,0,0"], "--region: needs x_min < x_max"),
+        (["query", IMAGE, "what?", "--regex", "("], "--regex: unclosed group"),
+        (["detect", IMAGE, "a", "--tiles", "2x3", "--tile-overlap", 0.9], "--tile-overlap: 0.9"),
+        (["gaze", IMAGE, "--eye", "0.5,2"], "--eye: 2.0 is not a number in"),
+        (["detect", IMAGE, " "], "detect.objects[0]: must not be empty"),
+        (["count", "--detect", "cat"], "no image is given, and only --query needs none"),
+        (["caption", "notes.txt"], "notes.txt: is not in a supported format"),
+        (["caption", "-x.jpg"], "unknown flag -x.jpg; a file of that name is ./-x.jpg"),
+    ],
+)
+async def test_errors_name_what_the_user_wrote(kestrel, folder, monkeypatch, capsys, words, why):
+    monkeypatch.chdir(folder)
+    shutil.copy("a.JPG", "-x.jpg")
+    try:
+        status, _, errors = await kestrel(*words)
+    except SystemExit as usage:
+        status, errors = usage.code, capsys.readouterr().err
+    assert status in (1, 2) and errors.splitlines()[-1].partition("error: ")[2].startswith(why)
+
+
+def test_a_port_of_http_is_told(web, capsys):
+    assert main(["models", "--server", web.removeprefix("http://"), "--timeout", "30"]) == 1
+    assert "that port speaks another protocol, such as HTTP" in capsys.readouterr().err
+
+
+def test_thousands_of_images_may_have_one_name():
+    """Each has a file of its own. Names that were counted from 1 again would take hours."""
+    paths = [f"{number}/frame.jpg" for number in range(20_000)]
+    names = inputs.unique_stems([inputs.Input(path, path) for path in ("a/frame-3.jpg", *paths)])
+    assert names[:4] == ["frame-3", "frame", "frame-2", "frame-4"]
+    assert len(set(names)) == len(names)
 
 
 async def test_save_says_what_it_wrote(kestrel, folder):

@@ -357,7 +357,7 @@ def test_models_and_health(server):
             ["query", "{picture}", "what?", "--model", "moondream3"],
             "options.model: 'moondream3' is not served; this server serves kestrel-tiny",
         ),
-        (["query", "hi", "--max-tokens", "0"], "query.max_tokens"),
+        (["query", "hi", "--max-tokens", "0"], "--max-tokens: 0 is not"),
         (["caption", "nowhere.jpg"], "there is no image 'nowhere.jpg'"),
         (["caption", "{empty}"], "the folder '{empty}' holds no image"),
         (["caption", "img_gone", "--save", "x.png"], "give its file with --save-on FILE"),

@@ -277,11 +277,17 @@ async def test_the_commands(kestrel, tmp_path):
     np.save(short, NUMBERS)
     picture = tmp_path / "a.png"
     for words, why in (
-        (["query", "--features", text, "What?"], "is no file of 'embed --save FILE.npy'"),
-        (["query", "--features", short, "What?"], "is no file of 'embed --save FILE.npy'"),
+        (
+            ["query", "--features", text, "What?"],
+            "is not a file that 'embed --save FILE.npy' wrote",
+        ),
+        (
+            ["query", "--features", short, "What?"],
+            "is not a file that 'embed --save FILE.npy' wrote",
+        ),
         (["query", "--features", tmp_path / "none.npy", "What?"], "there is no image"),
         (["query", "--features", IMAGE, "What?"], "must be a file that 'embed --save FILE.npy'"),
-        (["segment", "--features", file, "a", "--region", "0,0,1,1"], "image.region: needs"),
+        (["segment", "--features", file, "a", "--region", "0,0,1,1"], "--region: needs"),
         (["detect", "--features", file, "cat", "--save", picture], "holds no pixels here"),
         (["embed", file], "needs the image's pixels"),
         (["embed", file, file, "--save", tmp_path / "x.npy"], "holds one whole image"),

@@ -18,6 +18,7 @@ import grpc
 from kestrel_client import (
     AsyncKestrelClient,
     DeadlineExceededError,
+    InvalidArgumentError,
     InvalidRequestError,
     KestrelAdmin,
     KestrelClient,
@@ -34,6 +35,7 @@ from kestrel_client.errors import from_rpc_error
 
 from .flags import DEFAULT_ADDRESS, Flags, SettingsError
 from .parser import EXIT_FAILED, CommandError, suggestion
+from .requests.flags import flag_of
 from .requests.inputs import Input
 from .terminal import styled
 from .values import timeout
@@ -191,12 +193,19 @@ def sdk_errors(args: argparse.Namespace) -> Iterator[None]:
         raise CommandError(_with_flags(str(error))) from None
     except KestrelError as error:
         raise CommandError(
-            failure_text(error, args.server, getattr(args, "timeout", None))
+            failure_text(error, args.server, getattr(args, "timeout", None), args)
         ) from None
 
 
-def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> str:
-    """Describes an error of the SDK in one line for the user."""
+def failure_text(
+    error: KestrelError,
+    server: str,
+    timeout_s: float | None,
+    args: argparse.Namespace | None = None,
+    image: str | None = None,
+) -> str:
+    """Describes an error of the SDK in one line for the user. ``args``: of the request, whose flags name fields in
+    place of the server's names. ``image``: names the only image of the request in place of its field."""
     match error:
         case UnavailableError():
             # Only servers send a reason. Without one, no server answered.
@@ -209,6 +218,8 @@ def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> s
             after = error.retry_after_s
             wait = "" if after is None else f" in {max(after, 0.1):.2g} s"
             return f"server {server} is busy; try again{wait} [RESOURCE_EXHAUSTED]"
+        case InvalidArgumentError():
+            return f"{_as_given(error, args, image)} [INVALID_ARGUMENT]"
         case RpcError(reason="MODEL_NOT_FOUND" | "SKILL_NOT_FOUND"):
             return f"{error.message}{_near_name(error.message)} [{error.code.name}]"
         case UnauthenticatedError():
@@ -216,6 +227,19 @@ def failure_text(error: KestrelError, server: str, timeout_s: float | None) -> s
         case RpcError():
             return f"{error.message} [{error.code.name}]"
     return str(error)
+
+
+def _as_given(
+    error: InvalidArgumentError, args: argparse.Namespace | None, image: str | None
+) -> str:
+    """The server's message, which begins with a field, with the user's own name of what fills the field."""
+    field, colon, rest = error.message.partition(": ")
+    if not colon or all(field != each.field for each in error.field_violations):
+        return error.message
+    if field in ("image", "images[0]") and image is not None:
+        return f"{image}: {rest}" if image else rest
+    flag = None if args is None else flag_of(field, args)
+    return error.message if flag is None else f"{flag}: {rest}"
 
 
 def _about_token() -> str:
@@ -264,12 +288,15 @@ def ask_each(
             except (UnavailableError, UnauthenticatedError, PermissionDeniedError):
                 raise
             except (KestrelError, CommandError) as error:
-                if each is None or len(inputs) == 1:
+                only, why = each is None or len(inputs) == 1, str(error)
+                if isinstance(error, RpcError):
+                    image = None if each is None else each.shown if only else ""
+                    why = failure_text(error, args.server, args.timeout, args, image)
+                    if only:
+                        raise CommandError(why) from None
+                if each is None or only:
                     raise
                 status = EXIT_FAILED
-                why = str(error)
-                if isinstance(error, KestrelError):
-                    why = failure_text(error, "", None)
                 label = styled("failed", "red", sys.stderr)
                 print(f"{label}: {each.name}: {why}", file=sys.stderr, flush=True)
     return status
@@ -285,6 +312,8 @@ _CAUSES = {
     "handshake": "no TLS connection; do both sides use TLS and trust each other?",
     "socket closed": "the server closed the connection. If it uses TLS, set --ca FILE or --tls; if it asks for a "
     "client's certificate, set --client-cert and --client-key",
+    "failed parsing http/2": "that port speaks another protocol, such as HTTP or TLS; give the address of the gRPC "
+    "port (serve --listen), or set --tls",
     "resolving": "the host's name is not known; check --server",
 }
 """What gRPC's messages about failed connections contain, and what that means. The first that fits counts."""

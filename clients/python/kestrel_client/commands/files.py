@@ -22,6 +22,16 @@ def file_errors(doing: str, path: object) -> Iterator[None]:
         raise CommandError(f"cannot {doing} {str(path)!r}: {error.strerror or error}") from None
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON that UTF-8 can encode. From what is escaped in it, a reader gets the same name of a file."""
+    return escaped(json.dumps(value, ensure_ascii=False, indent=indent))
+
+
+def escaped(text: str) -> str:
+    """The text, with JSON's escapes for what UTF-8 cannot encode: other bytes in the name of a file."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def json_file(path: Path) -> Any:
     """The content of a JSON file. Raises CommandError."""
     with file_errors("read", path):

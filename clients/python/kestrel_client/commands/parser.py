@@ -78,6 +78,8 @@ class CommandParser(Parser):
             flags = [flag for action in self._actions for flag in action.option_strings]
             flag = wrong[1].partition("=")[0]
             hint = self.removed.get(flag) or _address_flag(flag, flags) or suggestion(flag, flags)
+            if os.path.exists(wrong[1]):
+                hint = f"; a file of that name is ./{wrong[1]}"
             message = f"unknown flag {wrong[1]}{hint}"
         elif (wrong := _INVALID_CHOICE.match(message)) is not None:
             choices = re.findall(r"[^\s,']+", wrong[3])

@@ -17,6 +17,7 @@ from kestrel_client import DetectedBox, ImageSize
 from kestrel_client.drawing.marks import Outline
 from kestrel_client.values.results.exports import outlines_to_coco, to_coco
 
+from ..files import escaped, json_text
 from ..parser import CommandError
 
 Line = dict[str, Any]
@@ -97,7 +98,7 @@ def write_coco(lines: Iterable[Line], path: Path) -> None:
         "annotations": annotations,
         "categories": [{"id": number, "name": name} for name, number in categories.items()],
     }
-    path.write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+    path.write_text(json_text(whole), encoding="utf-8")
 
 
 def write_yolo(lines: Iterable[Line], path: Path) -> None:
@@ -136,7 +137,8 @@ def write_yolo(lines: Iterable[Line], path: Path) -> None:
 
 
 def _flat(line: Line) -> Line:
-    flat: Line = {name: line[name] for name in ("row", "image") if name in line}
+    flat: Line = {name: line[name] for name in ("row",) if name in line}
+    flat["image"] = escaped(line["image"])
     flat["error"] = json.dumps(line["error"], ensure_ascii=False) if "error" in line else ""
     for key, result in line.get("tasks", {}).items():
         text = next((result[name] for name in ("answer", "caption") if name in result), None)

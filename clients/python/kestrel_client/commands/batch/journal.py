@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..files import json_text
 from ..parser import CommandError
 
 Identity = tuple[str, int | None]
@@ -62,7 +63,7 @@ class Journal:
 
     def append(self, line: dict[str, Any]) -> None:
         """Writes the result of a row. Raises OSError."""
-        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        data = f"{json_text(line)}\n".encode()
         end = os.lseek(self._opened, 0, os.SEEK_END)
         while data:
             try:
@@ -112,7 +113,7 @@ class Journal:
             ) from None
         if is_new:
             draft = self._description.with_name(f"{self._description.name}.tmp")
-            draft.write_text(json.dumps(run, ensure_ascii=False, indent=1), encoding="utf-8")
+            draft.write_text(json_text(run, indent=1), encoding="utf-8")
             draft.replace(self._description)
         elif before != run:
             others = [name for name in run if before.get(name) != run[name]]
@@ -146,7 +147,7 @@ class Journal:
         with kept.open("w", encoding="utf-8") as opened:
             for line in self.lines():
                 if not has_failed(line):
-                    opened.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    opened.write(f"{json_text(line)}\n")
             opened.flush()
             os.fsync(opened.fileno())
         kept.replace(self.file)

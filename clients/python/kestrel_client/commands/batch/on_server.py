@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from kestrel_client import (
 )
 
 from ..connection import open_client, sdk_errors, servers_of
+from ..files import json_text
 from ..flags import SettingsError
 from ..parser import CommandError
 from .journal import Journal
@@ -108,5 +108,5 @@ def _results(client: KestrelClient, args: argparse.Namespace, requests: Any) -> 
 
 def _id(row: Row, run: str) -> str:
     """The row's name in the batch, the same for every command with the tasks and options of the digest ``run``."""
-    name = json.dumps([row.image, row.number, run], ensure_ascii=False)
+    name = json_text([row.image, row.number, run])
     return name if len(name) <= _LONGEST_ID else hashlib.sha256(name.encode()).hexdigest()

@@ -107,7 +107,7 @@ def _answer(
                 print(f"left out, to fit the context: {history[0].question}", file=sys.stderr)
                 del history[0]
                 continue
-            print(failure_text(error, args.server, args.timeout), file=sys.stderr, flush=True)
+            print(failure_text(error, args.server, args.timeout, args), file=sys.stderr, flush=True)
             return None
         print()
         print_nothing(result)

@@ -43,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 def run(args: argparse.Namespace) -> int:
     tasks = tasks_of(args)
     inputs: list[Input | None] = [*open_inputs(image_names(args))] or [None]
+    if inputs == [None] and not all(isinstance(task, QueryTask) for task in tasks):
+        raise SettingsError(
+            f"no image is given, and only --query needs none: {args.program.name} count IMAGE TASK ..."
+        )
     together = ", ".join(each.name for each in inputs if each is not None)
     if args.together:
         (question,) = tasks if len(tasks) == 1 else (None,)

@@ -52,4 +52,8 @@ def read_features(name: str) -> ImageFeatures:
     except OSError as error:
         raise CommandError(f"cannot read {name!r}: {error.strerror or error}") from None
     except (EOFError, IndexError, KeyError, TypeError, ValueError, KestrelError) as error:
-        raise CommandError(f"{name!r} is no file of 'embed --save FILE.npy': {error}") from None
+        # numpy's own advice about a file that it does not know is to read it without checks.
+        why = "" if "pickle" in str(error) else f": {error}"
+        raise CommandError(
+            f"{name!r} is not a file that 'embed --save FILE.npy' wrote{why}"
+        ) from None

@@ -26,6 +26,16 @@ _OPTIONS = (
 )
 
 
+_OF_OBJECTS = ("max_objects", "min_score", "max_overlap", "max_absence", "tiles", "max_faces")
+_FORMS = ("regex", "grammar", "json_schema", "logit_bias")
+_FIELDS = {name: name for name in (*_SAMPLING, *_OPTIONS, *_OF_OBJECTS, *_FORMS)} | {
+    "choices": "choice",
+    "overlap": "tile_overlap",
+    "eyes": "eye",
+    "faces": "face",
+    "num_samples": "samples",
+}
+"""The arguments of the command line, by the fields of requests that they fill."""
 _SAMPLING_FLAGS = """
     --temperature NUMBER  from 0 to 100; 0 always takes the most likely token
     --top-p NUMBER   sample from the most likely tokens, up to this total probability; above 0, at most 1
@@ -197,6 +207,15 @@ def _colour(text: str) -> str:
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the flags of ``add_request_flags``, as keyword arguments of the client's methods."""
     return {name: getattr(args, name) for name in _OPTIONS}
+
+
+def flag_of(field: str, args: argparse.Namespace) -> str | None:
+    """The flag that gave a field of the request, like ``query.sampling.top_p``; None if no flag did."""
+    for part in reversed(re.sub(r"\[\d+\]", "", field).split(".")):
+        dest = _FIELDS.get(part)
+        if dest is not None and getattr(args, dest, None) is not None:
+            return f"--{dest.replace('_', '-')}"
+    return None
 
 
 def add_min_score_flag(parser: Any) -> None:

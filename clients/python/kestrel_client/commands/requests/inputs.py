@@ -6,6 +6,7 @@ import argparse
 import glob
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -38,6 +39,11 @@ class Input(NamedTuple):
     source: Source
 
     @property
+    def shown(self) -> str:
+        """The name in messages."""
+        return "standard input" if self.name == "-" else self.name
+
+    @property
     def stem(self) -> str:
         """The base name of files that are written for this image."""
         if self.name == "-":
@@ -66,11 +72,13 @@ def open_inputs(names: Sequence[str]) -> list[Input]:
 def unique_stems(inputs: Sequence[Input]) -> list[str]:
     """A file name without suffix for each input."""
     names: dict[str, None] = {}
+    numbers: Counter[str] = Counter()
+    """The number that each stem had last, so that thousands of equal names take no time."""
     for each in inputs:
-        name, number = each.stem, 1
+        name = stem = each.stem
         while name in names:
-            number += 1
-            name = f"{each.stem}-{number}"
+            numbers[stem] += 1
+            name = f"{stem}-{numbers[stem] + 1}"
         names[name] = None
     return list(names)
 

@@ -71,6 +71,8 @@ class Painter:
                 _, name = self._left.pop(at)
             file = self._file(name)
             image.save(file)
+        except BrokenPipeError:
+            raise  # As for a command that prints.
         except (OSError, ValueError, KestrelError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise CommandError(f"cannot write {self._target!r}: {why}") from None
