@@ -21,6 +21,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from training.domains.browser import FLAGS, screenshot
 from training.domains.charts.shoot import LIBRARIES
+from training.domains.ground import ink_box
 from training.domains.icons.draw import icon_masks
 from training.domains.picture import Ask, Box
 from training.domains.text.fonts import sources
@@ -151,32 +152,24 @@ def screen(rng: random.Random, given: dict[str, Any], page: Page, folder: Path) 
 
 
 def _plotly(t: dict[str, Any], font: str, numbers: bool) -> str:
-    traces = []
-    for name, values in t["series"].items():
-        text = {"text": values} if numbers else {}
-        if t["kind"] == "pie":
-            shown = "label+value" if numbers else "label"
-            trace = {"type": "pie", "labels": t["labels"], "values": values, "textinfo": shown}
-        elif t["kind"] == "barh":
-            trace = {"type": "bar", "orientation": "h", "y": t["labels"], "x": values, **text}
-        elif t["kind"] == "bar":
-            trace = {
-                "type": "bar",
-                "x": t["labels"],
-                "y": values,
-                "textposition": "outside",
-                **text,
-            }
-        else:
-            mode = "lines+markers+text" if numbers else "lines+markers"
-            trace = {
-                "mode": mode,
-                "x": t["labels"],
-                "y": values,
-                "textposition": "top center",
-                **text,
-            }
-        traces.append({**trace, "name": name})
+    shown = {
+        "pie": {"type": "pie", "textinfo": "label+value" if numbers else "label"},
+        "barh": {"type": "bar", "orientation": "h"},
+        "bar": {"type": "bar", "textposition": "outside"},
+        "line": {"mode": "lines+markers" + "+text" * numbers, "textposition": "top center"},
+    }[t["kind"]]
+    labels, of = {"pie": ("labels", "values"), "barh": ("y", "x")}.get(t["kind"], ("x", "y"))
+    text = numbers and t["kind"] != "pie"
+    traces = [
+        {
+            **shown,
+            labels: t["labels"],
+            of: values,
+            "name": name,
+            **({"text": values} if text else {}),
+        }
+        for name, values in t["series"].items()
+    ]
     legend = len(t["series"]) > 1 or t["kind"] == "pie"
     layout = {"title": {"text": t["title"], "font": {"size": 26}}, "font": {"size": 18, "family": font},
               "width": WIDTH, "height": HEIGHT, "showlegend": legend,
@@ -265,9 +258,7 @@ def icons(rng: random.Random) -> Found:
         y = round((i // columns + 0.5) * HEIGHT / rows - side / 2)
         mask = Image.fromarray(drawn[name][0]).resize((side, side), Image.Resampling.LANCZOS)
         image.paste(rng.choice(inks), (x, y), mask)
-        ink = mask.point(lambda v: 255 if v > 60 else 0).getbbox()
-        left, top, right, low = ink or (0, 0, side, side)
-        boxes.append((x + left, y + top, x + right, y + low))
+        boxes.append(ink_box(mask, x, y))
 
     def places(name: str) -> tuple[Box, ...]:
         return tuple(box for box, other in zip(boxes, names, strict=True) if other == name)

@@ -6,7 +6,7 @@ import random
 import numpy as np
 from PIL import Image
 
-from training.domains.picture import as_numpy
+from training.domains.picture import Box, as_numpy
 
 Rgb = tuple[int, int, int]
 
@@ -48,6 +48,12 @@ def draw_ground(
         (width, height), Image.Resampling.BICUBIC
     )
     return image, base
+
+
+def ink_box(alpha: Image.Image, x: float, y: float) -> Box:
+    """The box of what can be seen of a mask whose left upper corner is at (x, y)."""
+    seen = alpha.point(lambda v: 255 if v > 60 else 0).getbbox() or (0, 0, *alpha.size)
+    return seen[0] + x, seen[1] + y, seen[2] + x, seen[3] + y
 
 
 def ink_for(rng: random.Random, ground: Rgb, contrast: float = 90) -> Rgb:

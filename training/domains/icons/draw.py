@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter, ImageOps
 
-from training.domains.ground import Rgb, draw_ground, hsv, ink_for, luma
+from training.domains.ground import Rgb, draw_ground, hsv, ink_box, ink_for, luma
 from training.domains.phrasing import absent_object, off_topic, tell
 from training.domains.picture import (
     Ask,
@@ -60,9 +60,7 @@ def _paste(rng: random.Random, page: Page, mask: Image.Image, place: Square, ink
     how = rng.choice((Image.Resampling.BILINEAR, Image.Resampling.LANCZOS, Image.Resampling.BOX))
     mask = mask.resize((side, side), how)
     page.image.paste(ink, (x, y), mask)
-    ink_box = mask.point(lambda v: 255 if v > 60 else 0).getbbox() or (0, 0, side, side)
-    left, top, right, bottom = ink_box
-    return x + left, y + top, x + right, y + bottom
+    return ink_box(mask, x, y)
 
 
 def layout(rng: random.Random, width: int, height: int, smallest: float) -> list[Square]:

@@ -10,7 +10,7 @@ from functools import cache, partial
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 
-from training.domains.ground import draw_ground, hsv
+from training.domains.ground import draw_ground, hsv, ink_box
 from training.domains.icons.draw import Square, layout
 from training.domains.photos.names import OTHER, UNKNOWN, emoji, photographs
 from training.domains.phrasing import off_topic, tell
@@ -206,9 +206,7 @@ def _emoji(rng: random.Random, ground: Image.Image, data: bytes, place: Square, 
     image = image if held else _redrawn(rng, image)
     image = image.resize((side, side), Image.Resampling.BICUBIC)
     ground.paste(image, (x, y), image)
-    ink = image.getchannel("A").point(lambda v: 255 if v > 60 else 0).getbbox()
-    left, top, right, bottom = ink or (0, 0, side, side)
-    return x + left, y + top, x + right, y + bottom
+    return ink_box(image.getchannel("A"), x, y)
 
 
 def _missing(rng: random.Random, things: Sequence[_Thing], noun: str, apart: bool) -> str:
