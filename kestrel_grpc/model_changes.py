@@ -48,7 +48,7 @@ class LoadedModel(NamedTuple):
 
 
 class ModelChanges:
-    """``load``: None if this server loads no further models. ``changed``: called when a model comes, goes or becomes
+    """``load``: None for a worker, which loads no further models. ``changed``: called when a model comes, goes or becomes
     the default."""
 
     def __init__(
@@ -89,7 +89,10 @@ class ModelChanges:
             self._served.default.config, source, settings, self._folders, self._named
         )
         if self._load is None:
-            raise ModelUnavailable("this server loads no models while it runs")
+            raise ModelUnavailable(
+                "a server of several workers has one model and loads no others; start a server without --workers for "
+                f"{source[:200]}"
+            )
         if self._task is not None and not self._task.done():
             raise ModelUnavailable("another model is being loaded; try again when it is loaded")
         if len(list(self._served)) >= MOST_MODELS:

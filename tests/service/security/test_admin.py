@@ -237,3 +237,11 @@ async def test_statistics_count_calls_by_their_end(serve):
     assert told.output_tokens == 8 and told.input_tokens > told.cached_tokens > 0
     parts = (told.preprocess_ms, told.queue_ms, told.prefill_ms, told.decode_ms)
     assert all(part > 0 for part in parts) and sum(parts) <= told.total_ms
+
+
+async def test_a_worker_says_why_it_loads_no_models(serve):
+    """`serve` gives this fixture's server, and workers, nothing that loads further models."""
+    served = await serve(server_config=CONFIG)
+    told = await failure(Admin(served).LoadModel(source="kestrel-small"))
+    assert told.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "start a server without --workers for kestrel-small" in told.message
