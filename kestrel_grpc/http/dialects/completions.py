@@ -14,7 +14,7 @@ from typing import Any
 
 from kestrel_client._pb.kestrel.v1 import common_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
-from kestrel_engine import EngineResult, FieldPath, InvalidRequest
+from kestrel_engine import EngineResult, FieldPath, InvalidRequest, RequestError
 
 from ...edge.calls.call import Context
 from ...edge.calls.current import current
@@ -29,6 +29,8 @@ from .known_fields import COMPLETIONS
 from .openai import fill_top_logprobs, head, reason_of, samples, usage_json
 
 MOST_PROMPTS = 256
+_PLACE: FieldPath = ("requests",)
+"""Begins the path of an error of one of several requests. Its place follows."""
 _AT_ONCE = 16
 """Prompts of one request that the engine has at a time."""
 _Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -59,8 +61,14 @@ def _complete(services: HttpServices, fields: Fields) -> ServiceCall:
             task.text.logprobs = True
         requests.append(request)
 
+    is_list = isinstance(fields.values["prompt"], list)
+
     def name(path: FieldPath) -> FieldPath:
-        return ("prompt",) if (named := rename(path)) == ("messages",) else named
+        place: FieldPath = ()
+        if path[:1] == _PLACE:
+            place, path = path[1:2], path[2:]
+        named = rename(path)
+        return ("prompt", *(place if is_list else ())) if named == ("messages",) else named
 
     vision = services.vision
     if streams:
@@ -85,20 +93,24 @@ def _prompts(fields: Fields) -> Sequence[str]:
 
 
 def _answer_all(answer: _Behaviour) -> _Behaviour:
-    """A behaviour that answers a list of requests. The first error ends all."""
+    """A behaviour that answers a list of requests. The first error ends all, and its path begins with the request's
+    place."""
 
     async def answer_all(requests: Sequence[Any], context: Context) -> list[Any]:
         room = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(request: Any) -> tuple[Any, EngineResult | None]:
+        async def one(place: int, request: Any) -> tuple[Any, EngineResult | None]:
             async with room:
                 # It holds the options and the result of this request.
                 call = replace(current.get(), message=request)
                 take_options(call)
                 current.set(call)
-                return await answer(request, context), call.result
+                try:
+                    return await answer(request, context), call.result
+                except RequestError as error:
+                    raise error.at((*_PLACE, place, *error.path)) from error
 
-        tasks = [asyncio.create_task(one(request)) for request in requests]
+        tasks = [asyncio.create_task(one(*each)) for each in enumerate(requests)]
         try:
             done = await asyncio.gather(*tasks)
         finally:

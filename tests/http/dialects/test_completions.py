@@ -138,6 +138,9 @@ async def test_errors_name_the_field(http):
         ({"prompt": "a", "reasoning": True}, "reasoning", "/v1/chat/completions"),
         ({"prompt": "a", "images": ["x"]}, "images", "/v1/chat/completions"),
         ({"prompt": "x " * 3000}, "prompt", ""),
+        ({"prompt": ["a", "x " * 3000, "b"]}, "prompt[1]", ""),
+        ({"prompt": ["x" * 40000]}, "prompt[0]", "32767"),
+        ({"prompt": ["a", "b"], "temperature": 99}, "temperature", ""),
     ]
     for fields, param, part in cases:
         response = await client.post("/v1/completions", json={**ASKED, **fields})
