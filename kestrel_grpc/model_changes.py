@@ -48,7 +48,7 @@ class LoadedModel(NamedTuple):
 
 
 class ModelChanges:
-    """``load``: None for a worker, which loads no further models. ``changed``: called when a model comes, goes or becomes
+    """``load``: None for a worker, which loads no others. ``changed``: called when a model comes, goes or becomes
     the default."""
 
     def __init__(

@@ -3,8 +3,11 @@
 import socket
 from contextlib import ExitStack
 
+import grpc
 import pytest
 
+from kestrel_client import UnavailableError
+from kestrel_client.commands.connection import failure_text
 from kestrel_client.commands.operation import health
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of, new_token
@@ -74,6 +77,50 @@ def test_no_server_is_named():
     assert (done.returncode, done.stdout) == (1, "")
     assert "no server answers there; is 'kestrel-grpc serve' running?" in done.stderr
     assert "the host's name is not known" in ask("nowhere.invalid:1").stderr
+
+
+def test_a_proxy_is_named():
+    """gRPC goes by these variables, and its message names the proxy's address as if it were the server's."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        proxy = f"http://user:secret@127.0.0.1:{unused.getsockname()[1]}"
+        told = ask("192.0.2.1:50051", http_proxy=proxy).stderr
+        told_of_two = ask(
+            "192.0.2.1", http_proxy=proxy, https_proxy=proxy, no_proxy="example.org, .1.2"
+        ).stderr
+    assert (
+        "the call went to the proxy of http_proxy; to call the server directly, add its host to no_proxy"
+        in told
+    )
+    assert "the proxy of https_proxy" in told_of_two
+    assert "secret" not in told
+
+
+@pytest.mark.parametrize(
+    ("server", "variables", "found"),
+    [
+        ("a.example", {"http_proxy": "http://p:1"}, "http_proxy"),
+        ("[fd00::2]:9", {"http_proxy": "http://p:1", "grpc_proxy": "http://q:1"}, "grpc_proxy"),
+        ("a.example:9", {"http_proxy": "http://p:1", "no_proxy": "b.example,.example"}, None),
+        ("dns:///a.example:9", {"http_proxy": "http://p:1", "no_proxy": "a.example"}, None),
+        (
+            "a.example",
+            {"http_proxy": "http://p:1", "no_proxy": "*", "no_grpc_proxy": "b"},
+            "http_proxy",
+        ),
+        ("localhost", {"http_proxy": "http://p:1"}, None),
+        ("a.example", {"HTTP_PROXY": "http://p:1"}, None),
+    ],
+)
+def test_through_which_proxy_grpc_calls(monkeypatch, server, variables, found):
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    told = failure_text(
+        UnavailableError(grpc.StatusCode.UNAVAILABLE, "last error: refused"), server, None
+    )
+    assert ("the proxy of" in told) == (found is not None) and (found or "") in told
 
 
 def test_a_server_that_does_not_answer_is_named(monkeypatch):

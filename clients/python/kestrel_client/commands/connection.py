@@ -30,7 +30,7 @@ from kestrel_client import (
     UnauthenticatedError,
     UnavailableError,
 )
-from kestrel_client.connection import ChannelOptions, Connection
+from kestrel_client.connection import ChannelOptions, Connection, is_local, with_port
 from kestrel_client.errors import from_rpc_error
 
 from .flags import DEFAULT_ADDRESS, Flags, SettingsError
@@ -209,7 +209,7 @@ def failure_text(
     match error:
         case UnavailableError():
             # Only servers send a reason. Without one, no server answered.
-            why = error.message if error.reason else _unreached(error.message)
+            why = error.message if error.reason else _unreached(error.message, server)
             return f"server {server} is unavailable: {why}"
         case DeadlineExceededError() if timeout_s is not None:
             # Server and client both notice the end of the time. Either may be first.
@@ -302,6 +302,8 @@ def ask_each(
     return status
 
 
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""The variables that gRPC reads, in its order."""
 _CAUSES = {
     "wrong_version_number": "the server does not use TLS there; omit --tls, --ca and the other flags of TLS",
     "hostname verification": "the server's certificate does not contain the address's host; "
@@ -319,9 +321,22 @@ _CAUSES = {
 """What gRPC's messages about failed connections contain, and what that means. The first that fits counts."""
 
 
-def _unreached(message: str) -> str:
+def _unreached(message: str, server: str) -> str:
     """Describes a failed connection: the part of gRPC's message that names the cause, with a hint."""
     cause = message.rpartition("last error: ")[2]
-    hints = (hint for sign, hint in _CAUSES.items() if sign in cause.lower())
-    hint = next(hints, "no server answers there; is 'kestrel-grpc serve' running?")
+    sign = next((sign for sign in _CAUSES if sign in cause.lower()), "")
+    hint = _CAUSES.get(sign, "no server answers there; is 'kestrel-grpc serve' running?")
+    if sign in ("", "socket closed") and (variable := _proxy_variable(server)) is not None:
+        hint = f"the call went to the proxy of {variable}; to call the server directly, add its host to no_proxy"
     return f"{hint} ({cause})"
+
+
+def _proxy_variable(server: str) -> str | None:
+    """The variable of the proxy through which gRPC calls ``server``; None without one."""
+    if not server or is_local(server):
+        return None
+    excepted = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""
+    host = with_port(server).rpartition("/")[2].rpartition(":")[0].strip("[]")
+    if any(host.endswith(each.strip()) for each in excepted.split(",") if each.strip()):
+        return None
+    return next((name for name in _PROXIES if os.environ.get(name)), None)
