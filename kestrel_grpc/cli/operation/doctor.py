@@ -74,7 +74,7 @@ def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[main
     from kestrel_engine import maintenance
 
     from ...settings.configuration import known_settings
-    from .doctor_checks import check_server, check_workers
+    from .doctor_checks import check_server, check_workers, unreadable
 
     source = args.config or f"no file (--config, {CONFIG_VARIABLE})"
     count = sum(origin.kind != "default" for origin in args.sources.values())
@@ -89,9 +89,24 @@ def _findings(settled: Configuration, args: argparse.Namespace) -> Iterator[main
         for finding in maintenance.diagnose(runtime):
             if finding not in reported:  # A finding that all devices share is reported once.
                 reported.append(finding)
-                yield finding
+                yield _as_typed(finding, args)
         yield from _choices(runtime, args)
+        if unread := unreadable("--adapter-api-key-file", runtime.adapter_sources.api_key_file):
+            yield unread
     yield from check_server(settled.server, known_settings(), os.environ)
+
+
+def _as_typed(finding: maintenance.Finding, args: argparse.Namespace) -> maintenance.Finding:
+    """A finding that begins with a setting, with the flag, variable or key that gave it."""
+    from kestrel_engine import RuntimeConfig, settings_of
+
+    from ...settings.sources import name_of
+
+    field, equals, rest = finding.message.partition("=")
+    setting = settings_of(RuntimeConfig).get(field) if equals else None
+    if setting is None:
+        return finding
+    return dataclasses.replace(finding, message=f"{name_of(args, setting.flag)}={rest}")
 
 
 def _choices(runtime: RuntimeConfig, args: argparse.Namespace) -> Iterator[maintenance.Finding]:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from kestrel_engine import ConfigError, RuntimeConfig, maintenance
+from kestrel_engine import ConfigError, RuntimeConfig, maintenance, read_small_file
 
 from ... import __version__
+from ...batches.database import open_database
 from ...images.shared.trial import TrialError, try_store
 from ...monitoring.audit import AuditLog
 from ...process.skill_plugins import skill_registry
+from ...security.budget_ledger import BudgetLedger
 from ...security.files import exposures
 from ...security.identity.callers import Callers
 from ...security.identity.tls import server_credentials
@@ -26,6 +30,7 @@ from ...security.identity.tokens import TokenFileError
 from ...security.listening import check_exposure
 from ...security.metrics_door import MetricsDoor
 from ...settings.addresses import AddressError, check_free
+from ...settings.budgets import token_budget
 from ...settings.configuration import without_effect
 from ...settings.flags import SettingsError
 from ...settings.security import SecurityConfig
@@ -54,6 +59,7 @@ def check_server(
     yield check_shared_images(config.shared_images)
     if config.audit_log is not None:
         yield check_audit_log(config.audit_log)
+    yield from check_files(config)
     yield check_variables(settings, environ)
 
 
@@ -190,6 +196,14 @@ def check_shared_images(config: SharedImagesConfig) -> Finding:
     """Checks that the store of shared images answers and has the rights: a small value is written, read and deleted."""
     if config.url is None:
         return Finding("shared images", "ok", "off: each server has its own")
+    read = {
+        "--shared-images-key-file": config.key_file,
+        "--shared-images-password-file": config.password_file,
+        "--shared-images-ca": config.ca_file,
+    }
+    for flag, path in read.items():
+        if unread := unreadable(flag, path):
+            return unread
     try:
         took_ms = asyncio.run(try_store(config))
     except ConfigError as error:
@@ -216,6 +230,44 @@ def check_audit_log(path: str) -> Finding:
         with suppress(FileNotFoundError):
             os.unlink(path)
     return Finding("audit log", "ok", f"{path} can be written")
+
+
+def check_files(config: ServerConfig) -> Iterator[Finding]:
+    """Opens the files that the server keeps, and looks for what it reads later."""
+    if budget := token_budget(config.security.calls.token_budget).file:
+        flag = f"--token-budget=file={budget}"
+        yield _database(flag, budget, lambda: BudgetLedger(budget).close())
+    if (path := config.batches.path) is not None:
+        yield _database(f"--batches={path}", path, lambda: open_database(path).close())
+    for folder in config.model_folders:
+        if not folder.startswith("s3://") and not os.path.isdir(os.path.expanduser(folder)):
+            yield Finding("files", "warn", f"--model-folders={folder}: there is no such folder")
+
+
+def _database(named: str, path: str, opened: Callable[[], object]) -> Finding:
+    """Opens a file of SQLite, if it exists. ``named``: its setting."""
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        if os.path.lexists(path):
+            opened()
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            why = "can't be written" if os.path.isdir(folder) else "does not exist"
+            return Finding("files", "fail", f"{named}: the folder {folder} {why}")
+    except ConfigError as error:
+        return Finding("files", "fail", f"{named}: {error.limit}")
+    except (OSError, sqlite3.Error) as error:
+        return Finding("files", "fail", f"{named}: cannot be used: {error}")
+    return Finding("files", "ok", f"{path} can be used")
+
+
+def unreadable(flag: str, path: str | Path | None) -> Finding | None:
+    """What is wrong with a file that the server reads, or None."""
+    try:
+        if path is not None:
+            read_small_file(os.path.expanduser(path))
+    except OSError as error:
+        return Finding("files", "fail", f"{flag}={path}: can't be read: {error.strerror}")
+    return None
 
 
 def check_variables(settings: Sequence[FlagSetting], environ: Mapping[str, str]) -> Finding:

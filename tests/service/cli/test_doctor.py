@@ -74,12 +74,43 @@ def test_addresses_in_use_and_exposed():
         ("--adapters-dir", "/nonexistent"),
         ("--calibration", "/nonexistent"),
         ("--audit-log", "/nonexistent/file"),
+        ("--batches", "/nonexistent/file"),
+        ("--batches", "/dev"),
+        ("--batches", "{text}"),
+        ("--token-budget", "file=/nonexistent/file", "minute=1,"),
+        ("--token-budget", "file={text}", "minute=1,"),
+        ("--adapter-api-key-file", "/nonexistent"),
+        ("--shared-images-password-file", "/nonexistent"),
+        ("--shared-images-ca", "/nonexistent"),
+        ("--shared-images-key-file", "/nonexistent"),
+        ("--weights", "'/nonexistent'"),
+        ("--tokenizer", "'/nonexistent'"),
+        ("--refiner", "'/nonexistent'"),
     ],
 )
-def test_what_serve_would_refuse_fails(flag):
-    done = here("doctor", "--device", "cpu", "--json", *flag)
+def test_what_serve_would_refuse_fails(flag, tmp_path):
+    """The third text is the value's begin, which the message leaves out."""
+    text = tmp_path / "text"
+    text.write_text("not a database")
+    name, value, *begin = (each.format(text=text) for each in flag)
+    others = ("--shared-images", "rediss://127.0.0.1:1/") if name.startswith("--shared") else ()
+    typed = "".join(begin) + value.strip("'")
+    done = here("doctor", "--device", "cpu", "--json", name, typed, *others)
     failed = [f["message"] for f in json.loads(done.stdout) if f["status"] == "fail"]
-    assert done.returncode == 1 and [each.partition(":")[0] for each in failed] == ["=".join(flag)]
+    assert done.returncode == 1
+    assert [each.partition(":")[0] for each in failed] == [f"{name}={value}"]
+    assert [*tmp_path.iterdir()] == [text]
+
+
+def test_files_of_the_server_that_can_be_used(tmp_path):
+    flags = ("--batches", tmp_path / "new", "--model-folders", "/nonexistent")
+    done = here("doctor", "--device", "cpu", "--json", *flags)
+    found = {f["message"]: f["status"] for f in json.loads(done.stdout) if f["check"] == "files"}
+    folder = "--model-folders=/nonexistent: there is no such folder"
+    assert found == {f"{tmp_path}/new can be used": "ok", folder: "warn"}
+    assert not [*tmp_path.iterdir()], (
+        "a file of root, who asks doctor, would be refused to the server"
+    )
 
 
 def test_an_audit_log_is_tried_and_not_left(tmp_path):
