@@ -311,49 +311,32 @@ def _templates(
 
 def _check(config: ModelConfig, prefix_attn: object) -> None:
     text, vision, region = config.text, config.vision, config.region
-    if text.dim % text.n_heads:
-        raise ConfigError(
-            "text.dim", text.dim, f"must be a multiple of text.n_heads={text.n_heads}"
-        )
-    if text.n_kv_heads != text.n_heads:
-        raise ConfigError(
-            "text.n_kv_heads", text.n_kv_heads, f"must equal text.n_heads={text.n_heads}"
-        )
-    if vision.enc_dim % vision.enc_n_heads:
-        raise ConfigError(
-            "vision.enc_dim", vision.enc_dim, f"must be a multiple of {vision.enc_n_heads} heads"
-        )
-    if vision.crop_size % vision.enc_patch_size:
-        raise ConfigError(
-            "vision.crop_size", vision.crop_size, f"must be a multiple of {vision.enc_patch_size}"
-        )
-    if vision.grid <= 2 * vision.overlap_margin:
-        raise ConfigError(
-            "vision.overlap_margin",
-            vision.overlap_margin,
-            f"must leave a window of grid {vision.grid}",
-        )
-    if vision.proj_out_dim != text.dim or region.dim != text.dim:
-        raise ConfigError(
-            "vision.proj_out_dim", vision.proj_out_dim, f"must equal text.dim={text.dim}"
-        )
-    if region.size_out_dim % 2:
-        raise ConfigError(
-            "region.size_out_dim", region.size_out_dim, "must be even: width and height bins"
-        )
-    if prefix_attn is not None and prefix_attn != config.image_prefix:
-        raise ConfigError(
-            "text.prefix_attn", prefix_attn, f"must be 1 + grid squared = {config.image_prefix}"
-        )
-    if text.moe is not None and not 1 <= text.moe.experts_per_token <= text.moe.num_experts:
-        raise ConfigError(
-            "text.moe.experts_per_token",
-            text.moe.experts_per_token,
-            f"must be 1..{text.moe.num_experts}",
-        )
-    if set(config.templates.caption) != {"short", "normal", "long"}:
-        raise ConfigError(
-            "tokenizer.templates.caption",
-            sorted(config.templates.caption),
-            "needs short, normal, long",
-        )
+
+    def require(rule: bool, field: str, value: object, problem: str) -> None:
+        if not rule:
+            raise ConfigError(field, value, problem)
+
+    dim, heads, multiple = text.dim, text.n_heads, "must be a multiple of"
+    require(dim % heads == 0, "text.dim", dim, f"{multiple} text.n_heads={heads}")
+    kv_heads = text.n_kv_heads
+    require(kv_heads == heads, "text.n_kv_heads", kv_heads, f"must equal text.n_heads={heads}")
+    enc_dim, enc_heads = vision.enc_dim, vision.enc_n_heads
+    require(enc_dim % enc_heads == 0, "vision.enc_dim", enc_dim, f"{multiple} {enc_heads} heads")
+    crop, patch = vision.crop_size, vision.enc_patch_size
+    require(crop % patch == 0, "vision.crop_size", crop, f"{multiple} {patch}")
+    margin, window = vision.overlap_margin, f"must leave a window of grid {vision.grid}"
+    require(vision.grid > 2 * margin, "vision.overlap_margin", margin, window)
+    out_dim = vision.proj_out_dim
+    same = out_dim == region.dim == dim
+    require(same, "vision.proj_out_dim", out_dim, f"must equal text.dim={dim}")
+    bins = region.size_out_dim
+    require(bins % 2 == 0, "region.size_out_dim", bins, "must be even: width and height bins")
+    prefix = config.image_prefix
+    if prefix_attn is not None:
+        problem = f"must be 1 + grid squared = {prefix}"
+        require(prefix_attn == prefix, "text.prefix_attn", prefix_attn, problem)
+    if text.moe is not None:
+        active, most = text.moe.experts_per_token, text.moe.num_experts
+        require(1 <= active <= most, "text.moe.experts_per_token", active, f"must be 1..{most}")
+    lengths, problem = sorted(config.templates.caption), "needs short, normal, long"
+    require(lengths == ["long", "normal", "short"], "tokenizer.templates.caption", lengths, problem)

@@ -225,14 +225,14 @@ class PrefillGraphs:
         if not shape.num_blocks and total <= FEW_TOKENS:
             rows = inputs["positions"][:total], inputs["slots"][:total], self._tiles_of(shape)
             pools = self._cache.keys, self._cache.values
-            x = self._few(self._x[:total], *rows, *pools, normed=None, shared=None, adapters=slabs)
+            x = self._few(self._x[:total], *rows, *pools, adapters=slabs)
             torch.index_select(x, 0, inputs["last"], out=self._hidden)
             return
         hidden = self._text.prefill(
             self._x[:total],
             inputs["positions"][:total],
             inputs["slots"][:total],
-            _PassAttention(self, shape),
+            partial(self._attend, shape),
             self._cache.keys,
             self._cache.values,
             rows=inputs["last"],
@@ -240,37 +240,25 @@ class PrefillGraphs:
         )
         self._hidden.copy_(hidden)
 
-    def attend_blocks(self, blocks: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Attention in image blocks. ``q``, ``k``, ``v``: [blocks * length, H, D]. ``out``: [blocks * length, H*D]."""
-        self._blocks((blocks, self._length), q, k, v, out)
-
-    def attend_text(self, layer: int, q: Tensor, shape: PassShape, out: Tensor) -> None:
+    def _attend(
+        self, shape: PassShape, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        """With its shape, a `TokenAttention`."""
+        split = len(q) - shape.text_rows
+        if split:
+            rows = (each[:split] for each in (q, k, v, out))
+            self._blocks((shape.num_blocks, self._length), *rows)
+        # Rows of padding belong to no tile, so their output stays zero.
         paged_text(
-            q,
+            q[split:],
             self._cache.keys[layer],
             self._cache.values[layer],
             self._page_table,
             self._tiles_of(shape),
             page_size=self._cache.page_size,
             scales=self._cache.scales[layer],
-            out=out,
+            out=out[split:],
         )
 
     def _tiles_of(self, shape: PassShape) -> Tensor:
         return self._inputs.device["tiles"][: num_tiles(shape.text_rows)]
-
-
-class _PassAttention:
-    """Implements `TokenAttention` for one captured pass."""
-
-    def __init__(self, graphs: PrefillGraphs, shape: PassShape) -> None:
-        self._graphs, self._shape = graphs, shape
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        split = len(q) - self._shape.text_rows
-        if split:
-            self._graphs.attend_blocks(
-                self._shape.num_blocks, q[:split], k[:split], v[:split], out[:split]
-            )
-        # Rows of padding belong to no tile, so their output stays zero.
-        self._graphs.attend_text(layer, q[split:], self._shape, out[split:])

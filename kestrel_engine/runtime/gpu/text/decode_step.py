@@ -143,11 +143,18 @@ class DecodePass:
         keys: Tensor,
         values: Tensor,
         *,
-        normed: Tensor | None,
-        shared: SharedPrefixes | None,
+        normed: Tensor | None = None,
+        shared: SharedPrefixes | None = None,
         adapters: PassAdapters | None = None,
     ) -> Tensor:
-        """As `FusedText.decode`."""
+        """Runs one token of each row: overwrites ``x`` [M, dim] with the stream after the last block, and returns it.
+
+        ``positions``: [M] int32, the positions of the tokens. ``row_seq``: [M] int32, the row of each token's sequence
+        in ``page_table`` [num_seqs, max_pages] int32. ``keys``, ``values``: as for `FusedText.prefill`. ``normed``: [M,
+        dim], filled with ``post_ln`` of the stream at no cost, for `FusedText.logits`. ``shared``: as for
+        `paged_decode`. ``adapters``: those of the rows. A graph can capture this pass, because the grids depend on M
+        only and all memory is allocated before.
+        """
         assert len(x) <= self._max_rows, f"{len(x)} rows, buffers for {self._max_rows}"
         rows = positions, row_seq, page_table
         fp8 = self._fp8 if adapters is None else None

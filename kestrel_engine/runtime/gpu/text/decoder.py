@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ....kernels.adapters.rows import change_rows
 from ....kernels.attention.rope_store import rope_store
-from ....kernels.attention.shared_prefix import SharedPrefixes
 from ....kernels.attention.tau_content import TauWorkspace, tau_content
 from ....kernels.layer_norm import layer_norm
 from ....kernels.linear.fp8_rows import Fp8Rows, layer_norm_fp8, quantise_rows
@@ -67,7 +66,8 @@ class FusedText:
         self._early = options.pdl and device.type == "cuda"
         self._cos, self._sin = rotary_angles(config, device)
         self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
-        self._decode = self._pass(options)
+        self.decode = self._pass(options)
+        """The pass of decode steps."""
 
     @property
     def early(self) -> bool:
@@ -108,7 +108,12 @@ class FusedText:
         for layer in layers:
             u8: Fp8Rows | None = None
             if fp8:
-                u8 = self._norm_fp8(layer, x, u, late_output)
+                # The router of an MoE layer reads the LayerNorm, too.
+                norm = None if layer.moe is None else u
+                pending, add = layer.pending, late_output
+                u8 = layer_norm_fp8(
+                    x, layer.ln.weight, layer.ln.bias, pending=pending, add=add, out=norm
+                )
                 qkv = fp8[layer.index].qkv(u8)
             else:
                 layer_norm(x, layer.ln.weight, layer.ln.bias, pending=layer.pending, out=u)
@@ -146,17 +151,6 @@ class FusedText:
         layout = self._options.adapters
         assert layout is not None, "this runtime computes no adapters"
         return layout.blocks[layer.index]
-
-    def _norm_fp8(self, layer: TextLayer, x: Tensor, u: Tensor, add: Tensor | None) -> Fp8Rows:
-        """Returns the LayerNorm of ``x + add`` in FP8. In an MoE layer, also writes it to ``u``, for the router."""
-        return layer_norm_fp8(
-            x,
-            layer.ln.weight,
-            layer.ln.bias,
-            pending=layer.pending,
-            add=add,
-            out=None if layer.moe is None else u,
-        )
 
     def _factors(self, layer: TextLayer, qkv: Tensor) -> tuple[Tensor, Tensor] | None:
         if layer.tau is None:
@@ -205,30 +199,6 @@ class FusedText:
             in_fp8=u8,
             adapters=None if adapters is None else expert_changes(self._places(layer), adapters),
         )
-
-    def decode(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        row_seq: Tensor,
-        page_table: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        normed: Tensor | None = None,
-        shared: SharedPrefixes | None = None,
-        adapters: PassAdapters | None = None,
-    ) -> Tensor:
-        """Runs one token of each row: overwrites ``x`` [M, dim] with the stream after the last block, and returns it.
-
-        ``positions``: [M] int32, the positions of the tokens. ``row_seq``: [M] int32, the row of each token's sequence
-        in ``page_table`` [num_seqs, max_pages] int32. ``keys``, ``values``: as for `prefill`. ``normed``: [M, dim],
-        filled with ``post_ln`` of the stream at no cost, for `logits`. ``shared``: as for `paged_decode`. ``adapters``:
-        those of the rows. A graph can capture this pass, because the grids depend on M only and all memory is allocated
-        before.
-        """
-        rows = positions, row_seq, page_table
-        return self._decode(x, *rows, keys, values, normed=normed, shared=shared, adapters=adapters)
 
     def few_tokens(
         self, attention: DecodeAttention, *, max_rows: int, page_size: int
