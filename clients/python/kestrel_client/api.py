@@ -10,10 +10,14 @@ from .calls.frames import Frames as Frames
 from .calls.frames import FrameSource as FrameSource
 from .calls.requests.options import CallOptions as CallOptions
 from .calls.requests.options import CaptionLength as CaptionLength
+from .calls.requests.options import DetectOptions as DetectOptions
+from .calls.requests.options import GazeOptions as GazeOptions
 from .calls.requests.options import HandlingOptions as HandlingOptions
 from .calls.requests.options import LateFrames as LateFrames
+from .calls.requests.options import PointOptions as PointOptions
 from .calls.requests.options import Priority as Priority
 from .calls.requests.options import QueryOptions as QueryOptions
+from .calls.requests.options import SegmentOptions as SegmentOptions
 from .calls.requests.options import TextOptions as TextOptions
 from .calls.streams import AsyncStream as AsyncStream
 from .calls.streams import Stream as Stream

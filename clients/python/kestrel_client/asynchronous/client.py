@@ -8,11 +8,14 @@ from typing import Any, TypeVar, Unpack
 from ..calls.frames import AsyncFrames, AsyncFrameSource
 from ..calls.mapping import Progress, gather_bounded
 from ..calls.requests.options import (
-    CallOptions,
     CaptionLength,
+    DetectOptions,
+    GazeOptions,
     HandlingOptions,
     LateFrames,
+    PointOptions,
     QueryOptions,
+    SegmentOptions,
     TextOptions,
 )
 from ..calls.requests.requests import STUBS, Requests
@@ -26,16 +29,8 @@ from ..connection import (
     Metadata,
     Tls,
 )
-from ..drawing.marks import MaskFormat
 from ..errors import KestrelError
-from ..geometry import (
-    BoxInput,
-    DetectedBox,
-    DetectedPoint,
-    PointInput,
-    SpatialRef,
-    TilesInput,
-)
+from ..geometry import DetectedBox, DetectedPoint, PointInput
 from ..images.image_forms import ImageHandle, ImageInput
 from ..images.known import DEFAULT_KEPT_IMAGE_BYTES, ImageSource, KnownImages
 from ..values.counting import TokenCount
@@ -62,7 +57,6 @@ from ..values.tasks import (
     TaskEvent,
     TaskOf,
     Tasks,
-    Turn,
 )
 from .batches import AsyncBatches
 from .channel import AsyncChannel
@@ -120,39 +114,18 @@ class AsyncKestrelClient(AsyncBatches):
         image: ImageInput | None,
         question: str,
         *,
-        reasoning: bool = False,
-        spatial_refs: Iterable[SpatialRef] = (),
-        history: Iterable[Turn] = (),
-        images: Sequence[ImageInput] = (),
-        system: str = "",
-        presupposes: Sequence[str] = (),
-        max_absence: float | None = None,
         num_samples: int | None = None,
         **options: Unpack[QueryOptions],
     ) -> QueryResult:
-        """Answers a question about an image, or without an image (``image=None``).
+        """Answers a question about an image, or without an image (``image=None``). See QueryOptions.
 
-        ``reasoning``: whether the model reasons before it answers. ``spatial_refs``: points and boxes that the question
-        refers to. ``history``: earlier turns of the conversation, oldest first: results of ``query`` about the same
-        image, or pairs of question and answer. ``images``: more images that the question is about; with a history,
-        ``image`` belongs to the first turn, and these to the question. ``system``: instructions that precede the first
-        question. ``presupposes``: objects without which the question has no answer, at most 8; if one of them is absent
-        with a probability above ``max_absence`` (default: the server's), there is no answer: ``result.abstained``.
         ``num_samples``: how many answers to generate, at most 16: ``result.answers``. Answer i, counted from 0, has the
         seed ``seed + i``.
         """
-        task = QueryTask(
-            question,
-            reasoning,
-            spatial_refs,
-            history,
-            images,
-            system,
-            presupposes,
-            max_absence,
-            num_samples=num_samples,
+        prepare = self._requests.skill
+        return await self._channel.call(
+            prepare, image, QueryTask, question, options, num_samples=num_samples
         )
-        return await self._channel.call(self._requests.task, image, task, options)
 
     async def caption(
         self,
@@ -163,114 +136,56 @@ class AsyncKestrelClient(AsyncBatches):
         **options: Unpack[TextOptions],
     ) -> CaptionResult:
         """Describes an image. ``length``: "short", "normal" or "long". ``num_samples``: as for ``query``."""
-        task = CaptionTask(length, num_samples=num_samples)
-        return await self._channel.call(self._requests.task, image, task, options)
+        prepare = self._requests.skill
+        return await self._channel.call(
+            prepare, image, CaptionTask, length, options, num_samples=num_samples
+        )
 
     async def point(
-        self,
-        image: ImageInput,
-        objects: ObjectNames,
-        *,
-        max_objects: int | None = None,
-        spatial_refs: Iterable[SpatialRef] = (),
-        min_score: float | None = None,
-        tiles: TilesInput | None = None,
-        **options: Unpack[CallOptions],
+        self, image: ImageInput, objects: ObjectNames, **options: Unpack[PointOptions]
     ) -> PointResult:
         """Finds the centre of every object of one kind or several, like "red circle". Each point has a ``label`` and a
-        ``score``.
+        ``score``. See PointOptions.
 
         ``objects``: a name, or up to 256 names: the result has the points of all of them, and ``result.errors`` says
-        which names failed. ``max_objects`` and ``min_score`` apply to each name.
-        ``min_score``: points with a lower score are omitted; default: the server's. ``tiles``: cuts the image into this
-        many rows and columns, like "2x3" or Tiles(2, 3, overlap=0.3), and looks at each tile and at the whole image,
-        which finds small objects; default: one look.
+        which names failed.
         """
-        task = PointTask(objects, max_objects, spatial_refs, min_score, tiles)
-        return await self._channel.call(self._requests.task, image, task, options)
+        return await self._channel.call(self._requests.skill, image, PointTask, objects, options)
 
     async def detect(
-        self,
-        image: ImageInput,
-        objects: ObjectNames,
-        *,
-        max_objects: int | None = None,
-        min_score: float | None = None,
-        max_overlap: float | None = None,
-        tiles: TilesInput | None = None,
-        **options: Unpack[CallOptions],
+        self, image: ImageInput, objects: ObjectNames, **options: Unpack[DetectOptions]
     ) -> DetectResult:
-        """Finds the bounding box of every object of one kind or several. Each box has a ``label`` and a ``score``.
+        """Finds the bounding box of every object of one kind or several. Each box has a ``label`` and a ``score``. See
+        DetectOptions.
 
-        ``objects``: a name, or up to 256 names: the result has the boxes of all of them, and ``result.errors`` says
-        which names failed. ``max_objects`` and ``min_score`` apply to each name.
-        ``min_score``: boxes with a lower score are omitted; default: the server's. ``max_overlap``: of two boxes whose
-        intersection exceeds this part of their union, the result has the one with the higher score, also if their names
-        differ; default: both. ``tiles``: as for ``point``.
+        ``objects``: as for ``point``.
         """
-        task = DetectTask(objects, max_objects, min_score, max_overlap, tiles)
-        return await self._channel.call(self._requests.task, image, task, options)
+        return await self._channel.call(self._requests.skill, image, DetectTask, objects, options)
 
     async def segment(
-        self,
-        image: ImageInput,
-        objects: ObjectNames,
-        *,
-        spatial_refs: Iterable[SpatialRef] = (),
-        mask: MaskFormat = "none",
-        min_score: float | None = None,
-        refine: bool | None = None,
-        **options: Unpack[CallOptions],
+        self, image: ImageInput, objects: ObjectNames, **options: Unpack[SegmentOptions]
     ) -> SegmentResult:
-        """Outlines an object of one kind, or one of each of up to 256 kinds.
-
-        ``mask``: the encoding of a mask that the server sends in addition to the path.
-
-        ``min_score``: an outline with a lower score is omitted; default: the server's. ``refine``: False gives the
-        model's own outline; the default refines it if the model has a refiner.
-        """
-        task = SegmentTask(objects, spatial_refs, mask, min_score, refine)
-        return await self._channel.call(self._requests.task, image, task, options)
+        """Outlines an object of one kind, or one of each of up to 256 kinds. See SegmentOptions."""
+        return await self._channel.call(self._requests.skill, image, SegmentTask, objects, options)
 
     async def gaze(
         self,
         image: ImageInput,
         eyes: PointInput | Sequence[PointInput] = (),
-        *,
-        faces: BoxInput | Sequence[BoxInput] = (),
-        max_faces: int | None = None,
-        accurate: bool = False,
-        **options: Unpack[CallOptions],
+        **options: Unpack[GazeOptions],
     ) -> GazeResult:
         """Finds what people look at. Each gaze has an ``eye``, a ``face`` and a ``target``, which is None if the person
-        looks at something outside the image.
+        looks at something outside the image. See GazeOptions.
 
-        ``eyes``: the place of an eye, or up to 256 places. ``faces``: in place of eyes, a face or up to 256 faces;
-        default: all faces that the model finds, at most ``max_faces``. ``accurate``: looks 20 times for each face, and
-        takes the mean without outliers; not with ``eyes``.
+        ``eyes``: the place of an eye, or up to 256 places; default: ``faces``.
         """
-        task = GazeTask(eyes, faces, max_faces, accurate)
-        return await self._channel.call(self._requests.task, image, task, options)
+        return await self._channel.call(self._requests.skill, image, GazeTask, eyes, options)
 
     def stream_query(
-        self,
-        image: ImageInput | None,
-        question: str,
-        *,
-        reasoning: bool = False,
-        spatial_refs: Iterable[SpatialRef] = (),
-        history: Iterable[Turn] = (),
-        images: Sequence[ImageInput] = (),
-        system: str = "",
-        presupposes: Sequence[str] = (),
-        max_absence: float | None = None,
-        **options: Unpack[QueryOptions],
+        self, image: ImageInput | None, question: str, **options: Unpack[QueryOptions]
     ) -> AsyncStream[QueryResult, TextDelta | ReasoningDelta]:
         """As ``query``; the stream gives the text as it is generated."""
-        task = QueryTask(
-            question, reasoning, spatial_refs, history, images, system, presupposes, max_absence
-        )
-        return self._channel.stream(self._requests.task, image, task, options)
+        return self._channel.stream(self._requests.skill, image, QueryTask, question, options)
 
     def stream_caption(
         self,
@@ -279,68 +194,35 @@ class AsyncKestrelClient(AsyncBatches):
         **options: Unpack[TextOptions],
     ) -> AsyncStream[CaptionResult, TextDelta]:
         """As ``caption``; the stream gives the text as it is generated."""
-        task = CaptionTask(length)
-        return self._channel.stream(self._requests.task, image, task, options)
+        return self._channel.stream(self._requests.skill, image, CaptionTask, length, options)
 
     def stream_point(
-        self,
-        image: ImageInput,
-        objects: ObjectNames,
-        *,
-        max_objects: int | None = None,
-        spatial_refs: Iterable[SpatialRef] = (),
-        min_score: float | None = None,
-        tiles: TilesInput | None = None,
-        **options: Unpack[CallOptions],
+        self, image: ImageInput, objects: ObjectNames, **options: Unpack[PointOptions]
     ) -> AsyncStream[PointResult, DetectedPoint]:
         """As ``point``; the stream gives each point as soon as it is final."""
-        task = PointTask(objects, max_objects, spatial_refs, min_score, tiles)
-        return self._channel.stream(self._requests.task, image, task, options)
+        return self._channel.stream(self._requests.skill, image, PointTask, objects, options)
 
     def stream_detect(
-        self,
-        image: ImageInput,
-        objects: ObjectNames,
-        *,
-        max_objects: int | None = None,
-        min_score: float | None = None,
-        max_overlap: float | None = None,
-        tiles: TilesInput | None = None,
-        **options: Unpack[CallOptions],
+        self, image: ImageInput, objects: ObjectNames, **options: Unpack[DetectOptions]
     ) -> AsyncStream[DetectResult, DetectedBox]:
         """As ``detect``; the stream gives each box as soon as it is final."""
-        task = DetectTask(objects, max_objects, min_score, max_overlap, tiles)
-        return self._channel.stream(self._requests.task, image, task, options)
+        return self._channel.stream(self._requests.skill, image, DetectTask, objects, options)
 
     def stream_segment(
-        self,
-        image: ImageInput,
-        objects: ObjectNames,
-        *,
-        spatial_refs: Iterable[SpatialRef] = (),
-        mask: MaskFormat = "none",
-        min_score: float | None = None,
-        refine: bool | None = None,
-        **options: Unpack[CallOptions],
+        self, image: ImageInput, objects: ObjectNames, **options: Unpack[SegmentOptions]
     ) -> AsyncStream[SegmentResult, DetectedBox | PathPiece]:
         """As ``segment``; the stream gives the model's box, then the commands of its path one by one. A refined outline
         comes with the result."""
-        task = SegmentTask(objects, spatial_refs, mask, min_score, refine)
-        return self._channel.stream(self._requests.task, image, task, options)
+        return self._channel.stream(self._requests.skill, image, SegmentTask, objects, options)
 
     def stream_gaze(
         self,
         image: ImageInput,
         eyes: PointInput | Sequence[PointInput] = (),
-        *,
-        faces: BoxInput | Sequence[BoxInput] = (),
-        max_faces: int | None = None,
-        accurate: bool = False,
-        **options: Unpack[CallOptions],
+        **options: Unpack[GazeOptions],
     ) -> AsyncStream[GazeResult, DetectedBox | Gaze]:
         """As ``gaze``; the stream gives each face that the model finds, and each gaze as soon as it is final."""
-        task = GazeTask(eyes, faces, max_faces, accurate)
-        return self._channel.stream(self._requests.task, image, task, options)
+        return self._channel.stream(self._requests.skill, image, GazeTask, eyes, options)
 
     async def put_image(
         self,

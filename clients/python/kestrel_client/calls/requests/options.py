@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from ..._pb.kestrel.v1 import common_pb2
 from ...connection import Metadata
+from ...drawing.marks import MaskFormat
 from ...errors import InvalidRequestError
-from ...geometry import Box
+from ...geometry import Box, BoxInput, SpatialRef, TilesInput
+from ...images.image_forms import ImageInput
 from ...values.constraint import Constraint, to_constraint
 from ...values.reading import words
+from ...values.tasks import Turn
 from .building import build, choice
 
 CaptionLength: TypeAlias = Literal["short", "normal", "long"]
@@ -95,11 +98,75 @@ class TextOptions(CallOptions, total=False):
 class QueryOptions(TextOptions, total=False):
     """Options of ``query``."""
 
+    reasoning: bool
+    """Whether the model reasons before it answers."""
+    spatial_refs: Iterable[SpatialRef]
+    """Points and boxes that the question refers to."""
+    history: Iterable[Turn]
+    """Earlier turns of the conversation, oldest first: results of ``query`` about the same image, or pairs of question
+    and answer."""
+    images: Sequence[ImageInput]
+    """More images that the question is about. With a history, the first argument belongs to the first turn, and these
+    to the question."""
+    system: str
+    """Instructions that precede the first question."""
+    presupposes: Sequence[str]
+    """Objects without which the question has no answer, at most 8. If one of them is absent with a probability above
+    ``max_absence``, there is no answer: ``result.abstained``."""
+    max_absence: float | None
     max_reasoning_tokens: int | None
     """With reasoning: largest number of tokens of the reasoning, at least 1; ``max_tokens`` then limits the answer
     alone. ``result.reasoning.finish_reason`` says whether the reasoning was cut."""
     answer_start: str | None
     """The beginning of the answer; the result has only what follows. Not with reasoning."""
+
+
+class PointOptions(CallOptions, total=False):
+    """Options of ``point``."""
+
+    max_objects: int | None
+    """Limit on the objects of each name."""
+    spatial_refs: Iterable[SpatialRef]
+    """Points and boxes that the names refer to."""
+    min_score: float | None
+    """Objects with a lower score are omitted."""
+    tiles: TilesInput | None
+    """Cuts the image into this many rows and columns, like "2x3" or Tiles(2, 3, overlap=0.3), and looks at each tile
+    and at the whole image, which finds small objects; default: one look."""
+
+
+class DetectOptions(CallOptions, total=False):
+    """Options of ``detect``."""
+
+    max_objects: int | None
+    """As for ``point``, like ``min_score`` and ``tiles``."""
+    min_score: float | None
+    max_overlap: float | None
+    """Of two boxes whose intersection exceeds this part of their union, the result has the one with the higher score,
+    also if their names differ; default: both."""
+    tiles: TilesInput | None
+
+
+class SegmentOptions(CallOptions, total=False):
+    """Options of ``segment``."""
+
+    spatial_refs: Iterable[SpatialRef]
+    """As for ``point``, like ``min_score``."""
+    mask: MaskFormat
+    """The encoding of a mask that the server sends in addition to the path."""
+    min_score: float | None
+    refine: bool | None
+    """False gives the model's own outline; the default refines it if the model has a refiner."""
+
+
+class GazeOptions(CallOptions, total=False):
+    """Options of ``gaze``."""
+
+    faces: BoxInput | Sequence[BoxInput]
+    """In place of eyes, a face or up to 256 faces; default: all faces that the model finds, at most ``max_faces``."""
+    max_faces: int | None
+    accurate: bool
+    """Looks 20 times for each face, and takes the mean without outliers; not with eyes."""
 
 
 _PRIORITIES = words(common_pb2.Priority)

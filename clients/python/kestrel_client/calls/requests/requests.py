@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -81,6 +81,20 @@ class Requests:
     def __init__(self, connection: Connection, known: KnownImages) -> None:
         self._connection, self._known = connection, known
         self.images = ImageRequests(connection, known)
+
+    def skill(
+        self,
+        image: ImageInput | None,
+        kind: type[TaskOf[_T]],
+        argument: object,
+        options: HandlingOptions,
+        **own: object,
+    ) -> PreparedCall[_T]:
+        """A call of a skill's own method. ``argument``: the first field of its task. ``options`` and ``own`` have the
+        others."""
+        names = fields(kind)
+        own |= {each.name: options[each.name] for each in names if each.name in options}  # type: ignore[literal-required]
+        return self.task(image, cast(Any, kind)(argument, **own), options)
 
     def task(
         self,

@@ -29,7 +29,15 @@ from ...values.tasks import (
 )
 from ..prepared_call import Method
 from .building import build, choice
-from .options import CallOptions, QueryOptions, TextOptions, generation
+from .options import (
+    DetectOptions,
+    GazeOptions,
+    PointOptions,
+    QueryOptions,
+    SegmentOptions,
+    TextOptions,
+    generation,
+)
 
 _CAPTION_LENGTHS = words(pb.CaptionLength)
 _MASK_FORMATS = {"none": pb.MASK_FORMAT_UNSPECIFIED, **words(pb.MaskFormat)}
@@ -60,10 +68,10 @@ class TaskKind(NamedTuple):
 _KINDS: dict[type[TaskOf[Any]], TaskKind] = {
     QueryTask: TaskKind("Query", pb.QueryRequest, pb.QueryTask, "query", QueryOptions),
     CaptionTask: TaskKind("Caption", pb.CaptionRequest, pb.CaptionTask, "caption", TextOptions),
-    PointTask: TaskKind("Point", pb.PointRequest, pb.PointTask, "point", CallOptions),
-    DetectTask: TaskKind("Detect", pb.DetectRequest, pb.DetectTask, "detect", CallOptions),
-    SegmentTask: TaskKind("Segment", pb.SegmentRequest, pb.SegmentTask, "segment", CallOptions),
-    GazeTask: TaskKind("Gaze", pb.GazeRequest, pb.GazeTask, "gaze", CallOptions),
+    PointTask: TaskKind("Point", pb.PointRequest, pb.PointTask, "point", PointOptions),
+    DetectTask: TaskKind("Detect", pb.DetectRequest, pb.DetectTask, "detect", DetectOptions),
+    SegmentTask: TaskKind("Segment", pb.SegmentRequest, pb.SegmentTask, "segment", SegmentOptions),
+    GazeTask: TaskKind("Gaze", pb.GazeRequest, pb.GazeTask, "gaze", GazeOptions),
     SkillTask: TaskKind("RunSkill", pb.RunSkillRequest, pb.SkillTask, "skill", TextOptions),
 }
 
