@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,16 +23,24 @@ GREEDY = {"temperature": 0.0}
 
 @dataclass(frozen=True)
 class Answer:
-    """The measurements of one answer. ``gaps_s``: seconds between tokens for the caller; tokens that arrive together
-    share their gap. ``seen``: times of the monotonic clock, with the number of tokens that had arrived."""
+    """The measurements of one answer. ``seen``: times of the monotonic clock, with the number of tokens that had
+    arrived."""
 
     seconds: float
     ttft_ms: float
-    gaps_s: list[float]
     input_tokens: int
     output_tokens: int
     cached_tokens: int
     seen: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between tokens for the caller; tokens that arrive together share their gap."""
+        return [
+            (at - before_at) / (count - before)
+            for (before_at, before), (at, count) in pairwise(self.seen)
+            for _ in range(before, count)
+        ]
 
 
 class Target(Protocol):
@@ -84,19 +93,18 @@ class EngineTarget:
         settings: dict[str, Any],
     ) -> Answer:
         began = time.perf_counter()
-        gaps = _Gaps()
+        seen: list[tuple[float, int]] = []
         async with await self._engine.submit(skill, image, arguments, settings) as stream:
             async for update in stream:
-                gaps.note(update.token_index)
+                _note(seen, update.token_index)
             metrics = (await stream.result()).metrics
         return Answer(
             seconds=time.perf_counter() - began,
             ttft_ms=metrics.ttft_ms,
-            gaps_s=gaps.values,
             input_tokens=metrics.input_tokens,
             output_tokens=metrics.output_tokens,
             cached_tokens=metrics.cached_tokens,
-            seen=gaps.seen,
+            seen=seen,
         )
 
 
@@ -130,18 +138,17 @@ class ServedTarget:
 
     async def _read(self, stream: AsyncStream[Any, Any]) -> Answer:
         began = time.perf_counter()
-        gaps = _Gaps()
+        seen: list[tuple[float, int]] = []
         async for event in stream:
-            gaps.note(getattr(event, "output_tokens", 0))
+            _note(seen, getattr(event, "output_tokens", 0))
         result = await stream.result()
         return Answer(
             seconds=time.perf_counter() - began,
             ttft_ms=result.timings.ttft_ms,
-            gaps_s=gaps.values,
             input_tokens=result.usage.input_tokens,
             output_tokens=result.usage.output_tokens,
             cached_tokens=result.usage.cached_tokens,
-            seen=gaps.seen,
+            seen=seen,
         )
 
 
@@ -171,20 +178,7 @@ async def served_target(config: RuntimeConfig) -> AsyncIterator[ServedTarget]:
                 yield ServedTarget(client)
 
 
-class _Gaps:
-    """Computes the gaps between tokens from the number of tokens at each event."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self.seen: list[tuple[float, int]] = []
-        self._last: tuple[float, int] | None = None
-
-    def note(self, num_tokens: int) -> None:
-        """Records an event after ``num_tokens`` tokens; 0 for an event without text."""
-        now = time.monotonic()
-        if num_tokens and self._last is not None and num_tokens > self._last[1]:
-            between = num_tokens - self._last[1]
-            self.values += [(now - self._last[0]) / between] * between
-        if num_tokens:
-            self._last = (now, num_tokens)
-            self.seen.append(self._last)
+def _note(seen: list[tuple[float, int]], num_tokens: int) -> None:
+    """Records an event after ``num_tokens`` tokens; 0 for an event without text."""
+    if num_tokens:
+        seen.append((time.monotonic(), num_tokens))

@@ -17,7 +17,7 @@ from tests.engine.models.small import random_tensors, small_config
 
 
 def answer(seen: list[tuple[float, int]]) -> Answer:
-    return Answer(1.0, 1.0, [], 10, seen[-1][1], 0, seen)
+    return Answer(1.0, 1.0, 10, seen[-1][1], 0, seen)
 
 
 def test_steady_rate_counts_only_while_all_decode():
