@@ -25,7 +25,7 @@ from kestrel_client import (
 )
 from kestrel_client.values.tasks import outcome_dict
 
-from ..connection import add_connection_flags, ask_each
+from ..connection import add_connection_flags, ask_each, failure_text
 from ..flag_table import add_flags
 from ..flags import SettingsError
 from ..terminal import styled
@@ -139,14 +139,14 @@ def run(args: argparse.Namespace) -> int:
         output.title(image)
         if output.streams:
             with client.stream_analyze(image.source, tasks, **options) as events:
-                analysis = _print_stream(events, titles, output, image)
+                analysis = _print_stream(events, titles, output, image, args)
         else:
             analysis = client.analyze(image.source, tasks, **options)
             if args.json and not output.silent:
                 output.line(image, analysis.to_dict())
             elif not output.silent:
                 for key, outcome in analysis.outcomes.items():
-                    _print_outcome(titles[key], outcome)
+                    _print_outcome(titles[key], outcome, args)
         output.paint(analysis.marks, image)
         return not analysis.errors
 
@@ -173,6 +173,7 @@ def _print_stream(
     titles: Mapping[str, str],
     output: Output,
     image: Input,
+    args: argparse.Namespace,
 ) -> AnalyzeResult:
     """Prints a stream: with --json every event, otherwise the result of each task as soon as it is complete.
 
@@ -181,7 +182,7 @@ def _print_stream(
     for item in events:
         if not output.as_json:
             if isinstance(item, TaskDone):
-                _print_outcome(titles[item.key], item.outcome)
+                _print_outcome(titles[item.key], item.outcome, args)
         elif isinstance(item, TaskEvent):
             output.line(image, {"key": item.key, **event_dict(item.event)})
         else:
@@ -192,10 +193,11 @@ def _print_stream(
     return analysis
 
 
-def _print_outcome(title: str, outcome: Outcome) -> None:
+def _print_outcome(title: str, outcome: Outcome, args: argparse.Namespace) -> None:
     print(styled(f"{title}:", "cyan", sys.stdout), flush=True)
     if isinstance(outcome, RpcError):
-        print(f"failed: {outcome.message} [{outcome.code.name}]", file=sys.stderr, flush=True)
+        why = failure_text(outcome, args.server, args.timeout, args)
+        print(f"failed: {why}", file=sys.stderr, flush=True)
     else:
         print_result(outcome)
     sys.stdout.flush()
