@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
@@ -92,8 +92,8 @@ class Requests:
     ) -> PreparedCall[_T]:
         """A call of a skill's own method. ``argument``: the first field of its task. ``options`` and ``own`` have the
         others."""
-        names = fields(kind)
-        own |= {each.name: options[each.name] for each in names if each.name in options}  # type: ignore[literal-required]
+        given = cast(Mapping[str, object], options)
+        own |= {each.name: given[each.name] for each in fields(kind) if each.name in given}
         return self.task(image, cast(Any, kind)(argument, **own), options)
 
     def task(
