@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 
 import pytest
@@ -71,6 +72,20 @@ async def test_reports_and_going_on(serve, charts, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == report and len(served.runtime.plans) == steps
     assert await run(served, *words, "--prompt", "{question}!") == 1
     assert "holds results of other questions" in capsys.readouterr().err
+
+
+async def test_an_image_whose_name_is_not_utf_8(serve, charts, tmp_path):
+    name, out = os.fsdecode(b"\xff.png"), tmp_path / "out"
+    try:
+        (charts / "0.png").rename(charts / name)
+    except OSError:
+        pytest.skip("the file system takes no such name")
+    (charts / "rows.jsonl").write_text(json.dumps(row(name, "How much?", "0")))
+    served = await serve()
+    for _ in range(2):
+        assert await run(served, "charts", charts, "--output", out) == 0
+    (score,) = lines(out / "scores.jsonl")
+    assert score["image"] == name
 
 
 async def test_a_failed_request_counts_as_wrong_and_can_be_asked_again(

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..files import write_whole
+from ..files import json_text, write_whole
 from .benchmark import Benchmark, SetMetrics
 from .scored import AnsweredCase, write_scores
 from .statistics import Total, plain
@@ -82,7 +82,7 @@ def write_report(report: Report, folder: Path) -> None:
     write_whole(
         folder / SCORES, lambda file: write_scores((a.scored for a in report.answered), file)
     )
-    text = json.dumps(report.plain(), ensure_ascii=False, indent=1) + "\n"
+    text = json_text(report.plain(), indent=1) + "\n"
     write_whole(folder / REPORT, lambda file: file.write_text(text, encoding="utf-8"))
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import json_lines
+from ..files import json_lines, json_text
 from ..parser import CommandError
 from .benchmark import Benchmark, Case, Item, Outcome
 
@@ -84,7 +83,7 @@ def write_scores(scored: Iterable[ScoredCase], file: Path) -> None:
     """Raises OSError."""
     with file.open("w", encoding="utf-8") as opened:
         for each in scored:
-            opened.write(json.dumps(asdict(each), ensure_ascii=False) + "\n")
+            opened.write(f"{json_text(asdict(each))}\n")
 
 
 def read_scores(file: Path) -> list[ScoredCase]:
