@@ -40,7 +40,7 @@ async def test_it_prints_each_gaze(kestrel, tmp_path):
         (["--eye", "a,b"], "must be a number"),
         (["--face", "0,0,1"], "must be four numbers"),
         (["--max-faces", "0"], "from 1 to 256"),
-        (["--eye", "0.5,1.5"], "gaze.eyes[0]: 1.5 is not a number in [0, 1]"),
+        (["--eye", "0.5,1.5"], "--eye: 1.5 is not a number in [0, 1]"),
         (["--eye", "0,0", "--face", "0,0,1,1"], "set only one of them"),
         (["--eye", "0,0", "--accurate"], "give the face instead of an eye"),
     ],

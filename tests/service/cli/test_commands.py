@@ -225,7 +225,7 @@ def test_stop_strings_end_a_description(server):
     assert ask(server, *words, *flags, "--stream").stdout == f"{expected}\n"
     assert json.loads(ask(server, *words, *flags, "--json").stdout)["finish_reason"] == "stop"
     refused = ask(server, *words, "--stop", "")
-    assert refused.returncode != 0 and "caption.text.stop[0]: must not be empty" in refused.stderr
+    assert refused.returncode != 0 and "--stop: must not be empty" in refused.stderr
     assert "--stop" not in ask(server, "detect", "--help").stdout
 
 
