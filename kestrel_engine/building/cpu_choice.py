@@ -1,4 +1,4 @@
-"""What a CPU chooses for a large model where nothing is set: the precision, the threads, and the tiles of an image.
+"""What a CPU chooses where nothing is set: the precision, and for a large model the threads and the tiles of an image.
 
 The choice depends on the machine and on free memory, not on how busy it is: answers stay the same after a restart.
 """
@@ -16,21 +16,25 @@ if TYPE_CHECKING:
     from ..checkpoint.open import OpenedModel
 
 LARGE_BYTES = 2**30
-"""Models with fewer bytes in float32 answer within seconds on any CPU, and are computed in float32."""
+"""Models with fewer bytes in float32 answer within seconds on any CPU."""
+TINY_BYTES = 2**26
+"""Models with fewer bytes in float32 answer at once, and are computed in float32, whose answers are exact."""
 MEMORY_SHARE = 0.4
 """The largest share of the machine's memory for weights that are not rounded. KV cache and other programs need some."""
 
 
 def completed(config: RuntimeConfig, opened: OpenedModel) -> RuntimeConfig:
-    """Returns ``config`` with what it leaves open chosen for a large model. With a precision that is set, images keep
-    all their tiles."""
+    """Returns ``config`` with what it leaves open chosen for the model. With a precision that is set, images keep all
+    their tiles."""
     import torch
 
+    is_open = config.precision == config.dtype == "auto" and config.weights == "stored"
     if not is_large(opened):
-        return config
+        is_faster = is_open and _float32_bytes(opened) >= TINY_BYTES and multiplies_bfloat16()
+        return replace(config, precision="bfloat16") if is_faster else config
     threads = config.cpu_threads or min(torch.get_num_threads(), quota() or 2**16)
     config = replace(config, cpu_threads=threads)
-    if not (config.precision == config.dtype == "auto" and config.weights == "stored"):
+    if not is_open:
         return config
     tiles = config.max_crops or threads * (2 if multiplies_bfloat16() else 1)
     return replace(
@@ -44,10 +48,13 @@ def completed(config: RuntimeConfig, opened: OpenedModel) -> RuntimeConfig:
 
 def is_large(opened: OpenedModel) -> bool:
     """Whether the model takes seconds to answer on a CPU."""
+    return _float32_bytes(opened) >= LARGE_BYTES
+
+
+def _float32_bytes(opened: OpenedModel) -> int:
     import torch
 
-    cpu = torch.device("cpu")
-    return opened.weight_bytes(torch.float32, cpu, narrow="wide") >= LARGE_BYTES
+    return opened.weight_bytes(torch.float32, torch.device("cpu"), narrow="wide")
 
 
 def described(chosen: RuntimeConfig, config: RuntimeConfig) -> str:

@@ -21,8 +21,8 @@ class DeviceSettings:
     )
     precision: str = DEVICE.setting(
         "auto",
-        "type of weights, matrix products, keys and values. auto on a CPU: float32 for a small model; for a large one, "
-        "bfloat16 if the processor multiplies it, else float32, and int8 where memory is short. auto on CUDA: "
+        "type of weights, matrix products, keys and values. auto on a CPU: bfloat16 if the processor multiplies it, "
+        "else float32; int8 for a large model where memory is short; float32 for one below 64 MiB. auto on CUDA: "
         "bfloat16, and FP8 keys and values if the checkpoint has scales for them and the GPU converts them. float32, "
         "bfloat16, float16: this type for all; fp8: bfloat16 with all products, keys and values in FP8, faster but "
         "less accurate; only the products (fp8-gemms), those of prompts and images (fp8-prefill) or of images "

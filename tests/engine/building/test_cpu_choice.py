@@ -1,6 +1,7 @@
-"""What a CPU chooses for a large model, what stays as it was set, and what reports it."""
+"""What a CPU chooses for a model, what stays as it was set, and what reports it."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ def test_what_is_set_stays(monkeypatch):
     assert found == config
     tiny = RuntimeConfig(model_path=TINY, device="cpu")
     assert completed(tiny, open_model(tiny)) is tiny
+
+
+def test_a_model_that_is_not_large_takes_bfloat16_where_it_is_faster(monkeypatch):
+    config = RuntimeConfig(device="cpu")
+    opened = open_model(config)
+    for is_faster, precision in ((True, "bfloat16"), (False, "auto")):
+        monkeypatch.setattr(cpu_choice, "multiplies_bfloat16", lambda found=is_faster: found)
+        found = completed(config, opened)
+        assert (found.precision, found.cpu_threads, found.max_crops) == (precision, None, None)
+        exact = replace(config, precision="float32")
+        assert completed(exact, opened) is exact
 
 
 def test_the_model_limits_the_tiles_that_are_set():

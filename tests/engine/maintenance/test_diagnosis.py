@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kestrel_engine import RuntimeConfig, maintenance
+from kestrel_engine.building import cpu_choice
 from kestrel_engine.checkpoint.hub import Hub
 from kestrel_engine.checkpoint.weights import memory
 from kestrel_engine.maintenance import device, model
@@ -24,7 +25,8 @@ def found(findings):
     return {finding.check: finding for finding in findings}
 
 
-def test_this_machine_can_serve_the_bundled_model():
+def test_this_machine_can_serve_the_bundled_model(monkeypatch):
+    monkeypatch.setattr(cpu_choice, "multiplies_bfloat16", lambda: False)
     told = found(maintenance.diagnose(RuntimeConfig(device="cpu")))
     assert list(told) == ["torch", "cpu", "images", "decoders", "model", "memory"]
     assert {name for name, f in told.items() if f.status != "ok"} <= {"images"}
@@ -32,6 +34,10 @@ def test_this_machine_can_serve_the_bundled_model():
     assert "JPEG, PNG, WebP" in told["images"].message
     assert told["model"].message == "kestrel-small: a file of weights, 0.06 GB"
     assert told["memory"].message.startswith("weights take 109.7 MiB as float32")
+    monkeypatch.setattr(cpu_choice, "multiplies_bfloat16", lambda: True)
+    told = found(check_model(RuntimeConfig(device="cpu")))
+    assert told["memory"].message.startswith("weights take 54.9 MiB as bfloat16")
+    assert told["choice"].message.endswith("--precision bfloat16")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.service.command_line import PROGRAM, ROOT, environment
 from tests.waiting import wait_until
 
 READY = re.compile(
-    r"^kestrel-grpc ready: (\S+) on cpu \(float32\), listening on (.+), loaded in [\d.]+ s$"
+    r"^kestrel-grpc ready: (\S+) on cpu \(\w+\), listening on (.+), loaded in [\d.]+ s$"
 )
 
 
