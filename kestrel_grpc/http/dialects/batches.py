@@ -221,7 +221,12 @@ def _uploaded(scope: Scope, body: bytes | bytearray) -> tuple[str, bytes]:
             key, _, value = line.partition(b":")
             if key.strip().lower() == b"content-disposition":
                 named = _parameters(value, "content-disposition")
-                found[named.get("name", "")] = (named.get("filename", ""), bytes(content))
+                field = named.get("name", "")
+                if field in found:
+                    raise InvalidRequest(field, "occurs twice in the form")
+                found[field] = (named.get("filename", ""), bytes(content))
+    else:
+        raise InvalidRequest("", "the form has no end: its last boundary is missing")
     if found.get("purpose", ("", b""))[1] != b"batch":
         raise InvalidRequest("purpose", "must be batch")
     name, content = found.get("file", ("", b""))

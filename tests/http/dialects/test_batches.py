@@ -193,6 +193,13 @@ async def test_files_have_the_names_that_clients_gave_them(http, tmp_path):
         form = part % (b"purpose", b"batch") + part % (b'file"; %b; x="' % given, b"{}") + b"--B--"
         response = await client.post("/v1/files", content=form, headers=headers)
         assert response.json()["filename"] == name
+    for wrong, told in (
+        (form.removesuffix(b"--B--"), "the form has no end"),
+        (b"--B\r\n\r\n\r\n" * 9 + form, "the form has no end"),
+        (part % (b'file"; filename="a', b"{}") + form, "file: occurs twice"),
+    ):
+        refused = await client.post("/v1/files", content=wrong, headers=headers)
+        assert refused.status_code == 400 and told in refused.text
     headers = {"content-type": "multipart/form-data; boundary=\u20ac".encode()}
     refused = await client.post("/v1/files", content=form, headers=headers)
     assert refused.status_code == 400 and "boundary" in refused.text
