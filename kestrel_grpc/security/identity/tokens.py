@@ -153,7 +153,10 @@ def _add_line(credentials: Credentials, text: str) -> None:
             told = "none" if value is None else f"{value:g}" if key == "weight" else value
             raise ValueError(f"{name} has {key.partition('_')[0]}={told} on an earlier line")
     if shown.startswith(_CERTIFICATE):
-        identity = shown.removeprefix(_CERTIFICATE)
+        if not (identity := shown.removeprefix(_CERTIFICATE)):
+            raise ValueError(
+                "cert: needs the name in the certificate, such as cert:spiffe://site/gate"
+            )
         if credentials.by_identity.setdefault(identity, principal) is not principal:
             raise ValueError(f"an earlier line has the certificate {identity!r} too")
         return

@@ -86,6 +86,7 @@ def test_tokens_are_long_and_never_the_same():
     [
         ("a infer", "line 2: a line is NAME SCOPES"),
         ("a infer kst_secret", "line 2: the third part must be sha256:"),
+        ("a infer cert:", "line 2: cert: needs the name in the certificate"),
         ("a infer sha256:12", "64 hexadecimal digits"),
         ("a rule sha256:" + 64 * "0", "scopes are infer, high, metrics, admin"),
         ("ä infer sha256:" + 64 * "0", "a name must have 1 to 128"),
