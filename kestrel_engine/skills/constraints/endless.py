@@ -73,6 +73,7 @@ class _Values:
         self._whole = schema
         self._plain = _Part()
         """Ends."""
+        self._found = [self._plain]
         self._known: dict[frozenset[int], _Part] = {}
         self._values: list[_Part] = []
         self._steps = 0
@@ -80,9 +81,8 @@ class _Values:
     def parts(self) -> list[_Part]:
         """Raises _TooLarge."""
         self._value([_Member("", self._whole)])
-        found = [self._plain]
         for value in self._values:  # It grows meanwhile.
-            found.append(value)
+            self._found.append(value)
             choices, circle = self._choices(value.members)
             if not choices:
                 value.place, value.refers, value.needs = circle, True, [[value]]
@@ -91,8 +91,8 @@ class _Values:
             ways = [self._way(choice) for choice in choices if _kinds(choice.members) != set()]
             if ways:
                 value.needs.append(ways)
-                found += ways
-        return found
+                self._found += ways
+        return self._found
 
     def _count(self, steps: int) -> None:
         self._steps += steps
@@ -154,12 +154,13 @@ class _Values:
             return part
         part.needs += [[self._value([branch]) for branch in each] for each in choice.loose]
         kinds = _kinds(members)
-        if kinds is None or "object" in kinds:
-            needs = [*self._of_object(members)]
-            part.needs += needs if kinds == {"object"} else []
-        if kinds is None or "array" in kinds:
-            needs = [*self._of_array(members)]
-            part.needs += needs if kinds == {"array"} else []
+        shapes = list[_Part]()
+        for kind, needs_of in (("object", self._of_object), ("array", self._of_array)):
+            if kinds is None or kind in kinds:
+                shapes.append(_Part(needs=[*needs_of(members)]))
+        if kinds is not None and len(kinds) == len(shapes):
+            part.needs.append(shapes)
+            self._found += shapes
         return part
 
     def _of_object(self, members: Iterable[_Member]) -> Iterator[list[_Part]]:

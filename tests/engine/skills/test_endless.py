@@ -43,6 +43,9 @@ ENDLESS = {
     "/allOf/1/additionalProperties/$ref": {
         "type": "object", "allOf": [{"minProperties": 1}, {"additionalProperties": ROOT}],
     },
+    "/properties/j/$ref": {
+        "type": ["object", "array"], "properties": {"j": ROOT}, "required": ["j"], "items": ROOT, "minItems": 1,
+    },
     # Two that require each other, behind a property that may be left out.
     "/$defs/m~1n/properties/y/$ref": an_object(x={"$ref": "#/$defs/l"})
     | {"$defs": {"l": an_object("x", x={"$ref": "#/$defs/m~1n"}), "m/n": an_object("y", y={"$ref": "#/$defs/l"})}},
@@ -79,6 +82,7 @@ def test_the_place_that_has_no_end(place):
             "type": "object",
             "allOf": [{"required": ["a"]}, {"patternProperties": {"^(a|b)$": ROOT}}],
         },
+        {"type": ["object", "array"], "properties": {"j": ROOT}, "required": ["j"], "items": ROOT},
         {"type": "object", "allOf": [{"minProperties": 1}, {"properties": {"a": ROOT}}]},
         {"type": "number", "anyOf": [{"type": "integer"}, an_object("a", a=ROOT)]},
     ],
