@@ -28,9 +28,13 @@ class FrontCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """``is_serving``: the answer to the front's own health checks, which need no credentials."""
 
     def __init__(self, is_serving: Callable[[], bool]) -> None:
+        kind = health_pb2.HealthCheckResponse
+
+        async def check(_request: bytes, _context: Any) -> Any:
+            return kind(status=kind.SERVING if is_serving() else kind.NOT_SERVING)
+
         self._own_check = grpc.unary_unary_rpc_method_handler(
-            _checker(is_serving),
-            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+            check, response_serializer=kind.SerializeToString
         )
 
     async def intercept_service(
@@ -105,12 +109,3 @@ class _LateContext(WrappedContext):
     async def greet(self) -> None:
         if self._initial is not None:
             await self._context.send_initial_metadata(self._initial)
-
-
-def _checker(is_serving: Callable[[], bool]) -> Callable[..., Any]:
-    kind = health_pb2.HealthCheckResponse
-
-    async def check(_request: bytes, _context: Any) -> Any:
-        return kind(status=kind.SERVING if is_serving() else kind.NOT_SERVING)
-
-    return check

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Iterator
 
 _TCP = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})")
 _MAX_UNIX_PATH = 103
@@ -53,16 +54,22 @@ def check_free(address: str) -> None:
     grpc's own error does not name the cause.
     """
     path = unix_path(address)
-    try:
+    with opening(address):
         if path is not None:
             _check_unix(path)
         else:
             _check_tcp(address)
+
+
+@contextlib.contextmanager
+def opening(address: str, what: str = "listen") -> Iterator[None]:
+    """Raises an OSError of the block as AddressError. ``what``: the server does at the address."""
+    try:
+        yield
     except OSError as error:
         hint = "; is another server running?" if error.errno == errno.EADDRINUSE else ""
-        raise AddressError(
-            f"cannot listen on {address}: {(error.strerror or str(error)).lower()}{hint}"
-        ) from None
+        why = (error.strerror or str(error)).lower()
+        raise AddressError(f"cannot {what} on {address}: {why}{hint}") from None
 
 
 def close_address(address: str) -> None:

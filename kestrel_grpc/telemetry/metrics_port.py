@@ -19,7 +19,7 @@ from kestrel_engine import clock
 
 from ..security.identity.certificates import shown_by
 from ..security.metrics_door import UNAUTHORIZED, MetricsDoor
-from ..settings.addresses import AddressError
+from ..settings.addresses import opening
 
 TIMEOUT_S = 10.0
 """Timeout of the handshake and of each read of a request."""
@@ -38,11 +38,8 @@ class MetricsPort:
 
     def __init__(self, address: str, app: App, door: MetricsDoor) -> None:
         host, _, port = address.rpartition(":")
-        try:
+        with opening(address, "serve metrics"):
             self._server = _Server(host.strip("[]"), int(port), door)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise AddressError(f"cannot serve metrics on {address}: {reason}") from None
         self._server.set_app(_behind(door, app))
         self.address = f"{host}:{self._server.server_port}"
         """The address, with the assigned port in place of port 0."""

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import socket
 
-from ..settings.addresses import AddressError, check_free, with_port
+from ..settings.addresses import check_free, opening, with_port
 
 
 class HeldPorts:
@@ -32,15 +32,12 @@ class HeldPorts:
         check_free(address)
         host, _, port_text = address.rpartition(":")
         port = int(port_text)
-        try:
+        with opening(address):
             found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, sockaddr in found:
                 # A name such as localhost may have several addresses. gRPC listens on all of them with one port.
                 bound = self._bind(family, kind, protocol, (sockaddr[0], port, *sockaddr[2:]))
                 port = port or bound
-        except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise AddressError(f"cannot listen on {address}: {why}") from None
         return with_port(address, port)
 
     def _bind(self, family: int, kind: int, protocol: int, sockaddr: tuple[object, ...]) -> int:

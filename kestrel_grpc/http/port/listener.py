@@ -18,7 +18,7 @@ from ...security.connections.connection_guard import ConnectionGuard
 from ...security.hosts import Hosts
 from ...security.identity.certificates import shown_by
 from ...security.identity.tls import RenewedContext
-from ...settings.addresses import AddressError, check_free, close_address, unix_path, with_port
+from ...settings.addresses import check_free, close_address, opening, unix_path, with_port
 from ...settings.http import HttpConfig
 from ...settings.security import SecurityConfig
 from ..context import CERTIFICATE
@@ -356,7 +356,7 @@ class HttpListener:
 def _socket(address: str, is_shared: bool) -> socket.socket:
     """Returns a listening socket. ``is_shared``: other processes may listen on the address too. Raises AddressError."""
     path = unix_path(address)
-    try:
+    with opening(address):
         if path is not None:
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listening.bind(os.fspath(path))
@@ -373,7 +373,4 @@ def _socket(address: str, is_shared: bool) -> socket.socket:
             listening.bind(sockaddr)
         listening.listen(_BACKLOG)
         listening.setblocking(False)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise AddressError(f"cannot listen on {address}: {reason}") from None
-    return listening
+        return listening
