@@ -22,6 +22,7 @@ from .adapters.references import checked_adapter_name
 from .building.factory import Built, build_off_loop
 from .building.kv_pool import out_of_memory
 from .building.room import kept_images, prefix_pages
+from .building.runtimes import decode_beside_of
 from .callers.calls import SkillCalls
 from .callers.lifetime import Lifetime
 from .callers.profiling import ProfileRequest, take_profile
@@ -433,8 +434,9 @@ class InferenceEngine(SkillCalls):
         await self.caption(np.zeros((side, side, 3), np.uint8), settings=settings)
 
 
-def _budget(config: RuntimeConfig, sizes: Sizes) -> StepBudget:
-    if config.decode_beside != "slices":
+def _budget(config: RuntimeConfig, sizes: Sizes, built: Built) -> StepBudget:
+    cuda = built.info.device.startswith("cuda")
+    if decode_beside_of(config, built.model, cuda=cuda) != "slices":
         return StepBudget(
             prefill_positions=sizes.step_prefill_positions,
             crops=sizes.step_crops,
@@ -456,7 +458,7 @@ def _policy(config: RuntimeConfig, sizes: Sizes, built: Built) -> SchedulerPolic
     itemsize = 4 if built.info.dtype == "float32" else 2
     crop_bytes = vision.grid**2 * vision.enc_dim * itemsize
     return SchedulerPolicy(
-        budget=_budget(config, sizes),
+        budget=_budget(config, sizes, built),
         prefix_cache=config.prefix_cache,
         prefix_pages=prefix_pages(config, built.info),
         kept_embeddings=kept_images(config, built.model, itemsize),

@@ -87,7 +87,7 @@ def _gpu_runtime(
         fp8_gemms=plan.config.fp8_gemms,
         kv_scales=plan.kv_scales,
         cuda_graphs=plan.config.cuda_graphs,
-        decode_beside=_decodes_beside(plan.config, plan.model),
+        decode_beside=decode_beside_of(plan.config, plan.model, cuda=True) == "on",
         max_crops=most_crops(sizes),
         refiner=refiner,
         adapters=plan.slabs,
@@ -97,7 +97,10 @@ def _gpu_runtime(
     return runtime, runtime.capture_s
 
 
-def _decodes_beside(config: RuntimeConfig, model: ModelConfig) -> bool:
-    if config.decode_beside == "auto":
-        return model.text.moe is None
-    return config.decode_beside == "on"
+def decode_beside_of(config: RuntimeConfig, model: ModelConfig, *, cuda: bool) -> str:
+    """Returns ``config.decode_beside``, or what auto chooses: on, off or slices."""
+    if config.decode_beside != "auto":
+        return config.decode_beside
+    if not cuda:
+        return "off"
+    return "on" if model.text.moe is None else "slices"

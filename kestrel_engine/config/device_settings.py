@@ -70,8 +70,8 @@ class DeviceSettings:
     cuda_graphs: bool = checked(True)
     """On CUDA, launch a decode step as a graph. False launches each of its kernels separately, for debugging."""
     decode_beside: str = checked("auto", choices=("auto", "on", "off", "slices"))
-    """On CUDA, decode beside images and prompts that take longer than --itl-target-ms; auto: on for models without
-    experts. Needs CUDA graphs and our own attention kernels; without them, it has no effect. One H100, 64 requests of
-    30 tokens in flight: Moondream 3 answers 57 requests a second with it and 67 without, Moondream 2 82 and 84, with a
-    p95 gap between tokens of 18 instead of 59 ms. slices: not beside them, but after each short step of crops or of
-    prompts (config/sizes.py); on a CPU, too."""
+    """On CUDA, decode beside images and prompts that take longer than --itl-target-ms. Needs CUDA graphs and our own
+    attention kernels; without them, it has no effect. One H100, 64 requests of 30 tokens in flight: Moondream 3 answers
+    57 requests a second with it and 67 without, Moondream 2 82 and 84, with a p95 gap between tokens of 18 instead of
+    59 ms. slices: decode with each short step of crops or of prompts (config/sizes.py); on a CPU, too. auto on CUDA:
+    slices for models with experts, on for others."""

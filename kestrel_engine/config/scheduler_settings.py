@@ -50,7 +50,7 @@ class SchedulerSettings:
         None,
         "crops of images that a step encodes beside decoding requests; shares one allowance with prompt positions",
         low=1,
-        shown="3, on CUDA 48 or less by --itl-target-ms",
+        shown="3, on CUDA 48 (with experts 10) or less by --itl-target-ms",
     )
     step_pause: float | None = checked(None, low=0, high=1000)
     """Number of steps that only decode, after a step that accepted as much new work as it may; requests that arrive

@@ -57,9 +57,9 @@ USUAL_ITL_TARGET_MS = 15.0
 LEAST_CROPS = 8
 """Steps with fewer would use a GPU poorly."""
 
-SLICE_CROPS, SLICE_POSITIONS = 14, 2560
+SLICE_CROPS, SLICE_POSITIONS = 10, 2560
 """Crops or prompt positions of a step beside decoding, where these have steps of their own (``decode_beside`` is
-"slices"): three images with their questions. By the times of an H200, such a step of Moondream 3 takes 14 to 19 ms."""
+"slices"): three images with their questions. docs/lab/measurements.md (Slices of new work) has the figures."""
 
 
 def default_sizes(

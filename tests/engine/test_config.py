@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kestrel_engine import ConfigError, RuntimeConfig
+from kestrel_engine.building.runtimes import decode_beside_of
+from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.config import ModelPaths, sizes
 
 
@@ -123,3 +125,25 @@ def test_model_paths_name_the_files():
     assert replace(config, seed=1).model_path == "w.pt"
     with pytest.raises(ConfigError, match=r"model_paths=.*: model_path is set too"):
         RuntimeConfig(model_path="w.pt", model_paths=ModelPaths("w.pt"))
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "cuda", "expected"),
+    [
+        ("moondream2", "auto", True, "on"),
+        ("moondream3-preview", "auto", True, "slices"),
+        ("moondream3-preview", "auto", False, "off"),
+        ("moondream3-preview", "on", True, "on"),
+    ],
+)
+def test_models_with_experts_decode_between_slices_on_cuda(model, given, cuda, expected):
+    config = RuntimeConfig(model=model, random_weights=True, decode_beside=given)
+    assert decode_beside_of(config, open_model(config).config, cuda=cuda) == expected
+
+
+def test_slices_fall_with_the_target_and_with_small_steps():
+    usual = RuntimeConfig().sizes(cuda=True)
+    assert sizes.slice_sizes(usual, 15.0) == (10, 2560)
+    assert sizes.slice_sizes(usual, 13.5) == (9, 2304)
+    assert sizes.slice_sizes(usual, 0.0) == (8, 2048)
+    assert sizes.slice_sizes(replace(usual, step_crops=3), 15.0) == (3, 768)

@@ -132,7 +132,6 @@ def random_setting(rng: random.Random) -> WorldPlan:
         "preprocess_threads": rng.choice([1, 3]),
         "decode_timeout_s": 3.0,
         "step_timeout_s": 60.0,
-        "decode_beside": rng.choice(["auto", "slices"]),
     }
     rates = Rates(
         failing=often(0.02),
@@ -221,7 +220,10 @@ class World:
         setting = self.setting
         device = Device(setting.limits, self.rng, setting.rates, self._fault)
         config = RuntimeConfig(
-            max_batch_size=setting.limits.max_batch_size, seed=self.seed, **setting.config
+            max_batch_size=setting.limits.max_batch_size,
+            seed=self.seed,
+            decode_beside="slices" if self.seed % 2 else "auto",
+            **setting.config,
         )
         self.engine = TurnedEngine(config, device, loop, self, self.seed)
         self.service = Service(self.engine, config)
