@@ -33,7 +33,7 @@ def compile_meter(carried: Path | None) -> CompileMeter:
 
 
 def uses_kernels(config: RuntimeConfig, device: torch.device) -> bool:
-    """Whether GpuRuntime computes, else plain torch. Raises ConfigError for a card that is too old."""
+    """Whether GpuRuntime computes, else plain torch. Raises ConfigError for settings that this device can't serve."""
     from ..runtime.gpu.device import library_version, require_supported
 
     require_supported(device)
@@ -42,6 +42,12 @@ def uses_kernels(config: RuntimeConfig, device: torch.device) -> bool:
     if device.type == "cuda" and not kernels:
         why = "Triton isn't there" if wanted else "--no-compile"
         logger.warning("%s: plain torch computes on %s, at a fraction of the speed", why, device)
+    if config.attention in ("flashinfer", "triton") and not kernels:
+        raise ConfigError(
+            "attention", config.attention, "needs CUDA and Triton, without --no-compile; else torch"
+        )
+    if config.attention == "flashinfer" and library_version("flashinfer") is None:
+        raise ConfigError("attention", config.attention, "needs the package flashinfer-python")
     return kernels
 
 
@@ -84,7 +90,7 @@ def kv_scales_of(
     choice, layers = config.kv_cache_dtype, opened.config.text.n_layers
     if choice == "auto":
         # A caller who sets float32 wants exact numbers.
-        fits = kernels and dtype != torch.float32
+        fits = kernels and dtype != torch.float32 and config.attention != "flashinfer"
         if not fits or (device.type == "cuda" and not capabilities(device).fp8):
             return None
         if not kv_scales.is_complete(opened.plan, layers):

@@ -47,6 +47,7 @@ _SETTINGS = (
     "fp8_gemms",
     "weights",
     "kv_cache_dtype",
+    "attention",
     "cuda_graphs",
     "has_adapters",
 )

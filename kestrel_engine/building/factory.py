@@ -22,6 +22,7 @@ from ..adapters.lora import LoRA
 from ..adapters.origins.origins import Origins
 from ..config.runtime import RuntimeConfig
 from ..config.sizes import Sizes
+from ..errors import ConfigError
 from ..runtime.protocol import Runtime
 from ..skills.base import TextCodec
 from ..types.adapter import Adapter
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from .early_kernels import EarlyKernels
 
 logger = logging.getLogger(__name__)
+FLASHINFER_HEADS = (64, 128, 256)
+"""Head sizes for which FlashInfer merges the parts of a split sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def _early_kernels(
     device = device_of(config)
     if device.type != "cuda" or config.kernel_cache_dir is not None:
         return None
-    if not uses_kernels(config, device):
+    if not uses_kernels(config, device) or config.attention == "flashinfer":
         return None
     from triton import knobs
 
@@ -156,6 +159,8 @@ def _build(
     origins = adapter_origins(config)
     carried = kernel_cache_folder(config)
     compiling = compile_meter(carried) if kernels else None
+    if config.attention == "flashinfer" and dtype == torch.float32:
+        raise ConfigError("attention", "flashinfer", "needs dtype bfloat16 or float16")
     early = None
     if opened is None:
         opened = open_model(config, progress=progress)
@@ -226,6 +231,8 @@ def _plan(
 ) -> Plan:
     """``adapted``: the weights or requests have adapters. Raises ConfigError where the model refuses a choice."""
     model = _seen(opened.config, config)
+    if config.attention == "flashinfer":
+        _check_flashinfer(model)
     scales = kv_scales_of(config, opened, device, dtype, kernels)
     slabs = None
     if kernels and adapted:
@@ -253,6 +260,14 @@ def _completed_for_cpu(config: RuntimeConfig, opened: OpenedModel) -> RuntimeCon
     if choice := cpu_choice.described(completed, config):
         logger.info("%s: %s", opened.name, choice)
     return completed
+
+
+def _check_flashinfer(model: ModelConfig) -> None:
+    """Raises ConfigError where FlashInfer's kernels don't take the model's heads."""
+    head_dim = model.text.head_dim
+    if head_dim not in FLASHINFER_HEADS:
+        reason = f"has no kernels for heads of {head_dim} values"
+        raise ConfigError("attention", "flashinfer", reason)
 
 
 def _seen(model: ModelConfig, config: RuntimeConfig) -> ModelConfig:

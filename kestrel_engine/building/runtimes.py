@@ -84,6 +84,7 @@ def _gpu_runtime(
         page_size=plan.page_size,
         max_batch_size=sizes.max_batch_size,
         max_seq_length=pool.max_seq_length,
+        attention=plan.config.attention,
         fp8_gemms=plan.config.fp8_gemms,
         kv_scales=plan.kv_scales,
         cuda_graphs=plan.config.cuda_graphs,

@@ -106,6 +106,12 @@ def compile_model(
 def _check(config: RuntimeConfig) -> None:
     if not config.compile:
         raise ConfigError("compile", False, "without kernels there is nothing to compile")
+    if config.attention == "flashinfer":
+        raise ConfigError(
+            "attention",
+            "flashinfer",
+            "compiles its own kernels on a GPU; use auto, triton or torch",
+        )
     if library_version("triton") is None:
         raise ModelLoadError("Triton is not installed; pip install ./clients/python '.[gpu]'")
     from triton import knobs

@@ -54,6 +54,12 @@ class DeviceSettings:
     """Round the weights of linears to 4 or 8 bits while they are loaded, or keep what the checkpoint stores; never auto
     after the initialisation. Activations have ``dtype``; on a CPU, auto is bfloat16 with int4 and int8 if the processor
     multiplies bfloat16."""
+    attention: str = DEVICE.setting(
+        "auto",
+        "on CUDA, the library for the attention of prompts: flashinfer (which then also decodes), triton (our kernels) "
+        "or torch; auto: our kernels with cuDNN, the fastest combination that needs no nvcc",
+        choices=("auto", "flashinfer", "triton", "torch"),
+    )
     compile: bool = DEVICE.setting(
         True,
         "on CUDA, use plain torch operators instead of the Triton kernels",

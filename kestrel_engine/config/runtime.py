@@ -52,6 +52,12 @@ class RuntimeConfig(SchedulerSettings, RequestSettings, DeviceSettings, ModelSet
         for name, value in parts_of(self.precision).items():
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, value)
+        if self.kv_cache_dtype == "fp8" and self.attention == "flashinfer":
+            raise ConfigError(
+                "kv_cache_dtype",
+                "fp8",
+                "flashinfer can't read an FP8 KV cache; set attention to auto, triton or torch",
+            )
         if self.kv_cache_gib is not None and self.kv_cache_pages is not None:
             raise ConfigError(
                 "kv_cache_gib",

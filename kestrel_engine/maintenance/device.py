@@ -203,6 +203,12 @@ def _libraries(config: RuntimeConfig, device: torch.device) -> Iterator[Finding]
         yield Finding("triton", "fail", message, remedy)
         return
     yield Finding("triton", "ok", f"{triton}, compiles")
+    flashinfer = library_version("flashinfer")
+    if flashinfer is not None:
+        yield Finding("flashinfer", "ok", flashinfer)
+    elif config.attention == "flashinfer":
+        message = "can't be imported, but --attention flashinfer needs it"
+        yield Finding("flashinfer", "fail", message, "pip install flashinfer-python")
 
 
 def _compile_something(device: torch.device) -> None:

@@ -65,18 +65,20 @@ def configured(config: type[C], args: argparse.Namespace, **others: Any) -> C:
     try:
         return config(**values, **others)
     except ConfigError as error:
-        raise settings_error(error, args, config) from None
+        raise settings_error(error, args, config, precision=others.get("precision")) from None
 
 
-def settings_error(error: ConfigError, args: argparse.Namespace, *configs: type) -> SettingsError:
+def settings_error(
+    error: ConfigError, args: argparse.Namespace, *configs: type, precision: str | None = None
+) -> SettingsError:
     """A ConfigError as a SettingsError that names the flag, variable or key that gave the value. A field of a model's
     config.json keeps its name."""
     from kestrel_engine import settings_of
 
     field, value, limit = error.field.rpartition(".")[2], error.value, error.limit
-    if field in ("fp8_gemms", "weights"):  # --precision gave the value.
+    if field in ("fp8_gemms", "kv_cache_dtype"):  # --precision gave the value.
         limit = f"sets {field} to {value}: {limit}"
-        field, value = "precision", args.precision
+        field, value = "precision", precision or args.precision
     flags = [made[field].flag for config in configs if field in (made := settings_of(config))]
     flag = flags[0] if flags else "--" + field.replace("_", "-")
     if "." in error.field and not flags:

@@ -45,6 +45,7 @@ def test_what_is_given_holds_on_every_device():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("attention", "fast"),
         ("fp8_experts", "yes"),
         ("fp8_gemms", "on"),
         ("kv_cache_dtype", "e5m2"),
@@ -80,6 +81,12 @@ def test_a_wrong_value_is_named_with_its_limit(field, value):
         RuntimeConfig(**{field: value})
     assert (caught.value.field, caught.value.value) == (field, value)
     assert repr(value) in str(caught.value)
+
+
+def test_flashinfer_reads_no_cache_in_fp8():
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype.*flashinfer can't read an FP8 KV cache"):
+        RuntimeConfig(kv_cache_dtype="fp8", attention="flashinfer")
+    RuntimeConfig(attention="flashinfer")
 
 
 def test_the_pool_has_one_size():

@@ -65,6 +65,7 @@ async def ask_everything(
     [
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "attention": "torch"},
         {"dtype": "bfloat16", "cuda_graphs": False},
         {"dtype": "float32", "cuda_graphs": False},
         {"dtype": "bfloat16", "fp8_gemms": "all"},

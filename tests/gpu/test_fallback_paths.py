@@ -1,4 +1,4 @@
-"""Paths of cards that aren't here, forced on the one that is: without FP8, graphs or Triton."""
+"""Paths of cards that aren't here, forced on the one that is: without FP8, FlashInfer, graphs or Triton."""
 
 import dataclasses
 
@@ -20,6 +20,8 @@ from tests.tiny import TINY
     "settings",
     [
         {},
+        {"attention": "torch"},
+        {"attention": "triton"},
         {"cuda_graphs": False},
         {"compile": False},
     ],

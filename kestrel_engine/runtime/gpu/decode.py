@@ -19,7 +19,8 @@ from ...types.requests import Coord, Size
 from ...types.step import Previous, Row
 from ..kv_cache import KvCache
 from .adapters.pass_slabs import PassSlabs, changing_attention
-from .graphs import PassGraphs, RowAdapters, Variant
+from .attention.decode import FlashInferRows
+from .graphs import PassGraphs, RowAdapters, Variant, ladder
 from .sampling.rows import RowSampler
 from .state.sequence_state import SequenceState
 from .state.shared_rows import FEWEST_ROWS, SharedRows
@@ -27,8 +28,8 @@ from .text.decoder import FusedText
 
 
 class Decode:
-    """The decode passes of a runtime. ``slabs``: those of the rows; None if rows have no adapters. ``stream``: None on
-    a CPU."""
+    """The decode passes of a runtime. ``planned``: FlashInfer's attention, which the host plans before each pass; None
+    for our own kernel. ``slabs``: those of the rows; None if rows have no adapters. ``stream``: None on a CPU."""
 
     def __init__(
         self,
@@ -39,12 +40,13 @@ class Decode:
         sampler: RowSampler,
         max_rows: int,
         *,
+        planned: FlashInferRows | None,
         slabs: PassSlabs | None = None,
         stream: torch.cuda.Stream | None,
     ) -> None:
         self._model, self._text, self._cache, self._state = model, text, cache, state
         self._sampler, self._max_rows = sampler, max_rows
-        self._stream, self._slabs = stream, slabs
+        self._planned, self._stream, self._slabs = planned, stream, slabs
         device, dim = model.device, text.config.dim
         self._x = torch.zeros(max_rows, dim, dtype=model.dtype, device=device)
         self._normed = torch.empty_like(self._x)
@@ -54,7 +56,7 @@ class Decode:
         self.shared_groups: tuple[int, ...] = ()
         """Those of the last run, as in StepResult."""
         self._shared: SharedRows | None = None
-        if max_rows >= FEWEST_ROWS:
+        if planned is None and max_rows >= FEWEST_ROWS:
             self._shared = SharedRows(
                 max_rows, config.n_heads, config.head_dim, cache.page_size, device
             )
@@ -89,6 +91,8 @@ class Decode:
         variant = self._sampler.encode(rows, host, padded, spatial=spatial)
         variant = variant._replace(shared=shared, adapters=self._send_adapters(rows, padded))
         self._sampler.rows.send()
+        if self._planned is not None:
+            self._planned.plan(padded, rows)
         self.graphs.run(variant)
         self._sampler.redraw(self._x[:padded], variant)
         return self._sampler.head.results[:count], self._sampler.tops(count)
@@ -96,11 +100,18 @@ class Decode:
     def capture(self, progress: Progress | None) -> None:
         """Captures all graphs, with rows of the spare sequence as input. Requires a CUDA device."""
         self._send_padding()
+        if self._planned is not None:
+            with torch.cuda.stream(self._stream):
+                for padded in ladder(self._max_rows):
+                    self._planned.plan(padded, ())
         self.graphs.capture(progress)
 
     def warm_up(self) -> None:
         """Runs every variant of a pass uncaptured, on rows of the spare sequence: for a runtime without graphs."""
         self._send_padding()
+        if self._planned is not None:
+            for padded in ladder(self._max_rows):
+                self._planned.plan(padded, ())
         self.graphs.warm_up()
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ def require_supported(device: torch.device) -> None:
 
 @functools.cache
 def library_version(name: str) -> str | None:
-    """Returns the version of an optional library, such as "triton", or None if it can't be imported.
+    """Returns the version of an optional library, "triton" or "flashinfer", or None if it can't be imported.
 
     It imports the library, which may take seconds, so call it only if the library is about to be used.
     """

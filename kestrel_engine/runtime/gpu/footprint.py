@@ -32,7 +32,7 @@ SHRUNK_INPUTS, SHRUNK_BYTES = 1024, 512
 kernels.adapters.rows, which needs Triton."""
 
 FIXED_BYTES = 192 << 20
-"""Bytes for the workspaces of cuBLAS and cuDNN, compiled kernels and staging buffers."""
+"""Bytes for the workspaces of cuBLAS, cuDNN and FlashInfer, compiled kernels and staging buffers."""
 
 CAPTURED_BLOCKS, CAPTURED_TEXT = 6, 256
 """The images and the other positions of the largest captured prefill pass, as in prefill.graphs, which needs Triton."""

@@ -12,11 +12,12 @@ from ...models.moondream import Moondream
 from ...models.refiner import Refiner
 from ...types.model_config import ModelConfig
 from ...types.step import RuntimeLimits
-from ..kv_cache import KvCache
+from ..kv_cache import KvCache, kv_dtype
 from ..refinement import Refinement
 from .adapters.layout import SlabLayout
 from .adapters.pass_slabs import PassSlabs, new_anchor
-from .attention.blocks import BlockAttention
+from .attention.decode import FlashInferRows
+from .attention.prefill import choose_attention
 from .decode import Decode
 from .device import capabilities
 from .footprint import FP8_DECODE, FP8_PREFILL, FP8_VISION
@@ -39,12 +40,13 @@ from .weights import pack_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """``fp8_gemms`` and ``decode_beside``: as in RuntimeConfig."""
+    """``attention``, ``fp8_gemms`` and ``decode_beside``: as in RuntimeConfig."""
 
     num_pages: int
     page_size: int
     max_batch_size: int
     max_seq_length: int
+    attention: str = "auto"
     fp8_gemms: str = "off"
     cuda_graphs: bool = True
     max_crops: int = MAX_CROPS
@@ -62,12 +64,14 @@ class Parts:
     """Holds all that takes the device's memory. ``config``, ``tensors``: as of GpuRuntime."""
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], options: Options) -> None:
-        """Raises ConfigError for an FP8 setting that is not available, and torch's errors."""
+        """Raises ConfigError for an attention library or an FP8 setting that is not available, and torch's errors."""
         pack_weights(config, tensors)
         self._config, self._options = config, options
         self.model = model = Moondream(config, tensors)
         device, rows = model.device, options.max_batch_size
-        self.blocks = BlockAttention.choose(device, model.dtype)
+        self.attention = choose_attention(
+            options.attention, device, model.dtype, kv_dtype(model.dtype, options.kv_scales)
+        )
         self.limits = self._limits()
         self.refinement = (
             None if options.refiner is None else Refinement(model.vision, options.refiner)
@@ -85,7 +89,8 @@ class Parts:
         )
         self.upload = Uploader(device)
         self.state = SequenceState(self.limits, device, self.upload)
-        self.text = self._text(tensors)
+        planned = self._planned_rows()
+        self.text = self._text(tensors, planned)
         layout = options.adapters
         self._anchor = None if layout is None else new_anchor(model.dtype, device)
         slabs = None
@@ -112,7 +117,7 @@ class Parts:
             self.text,
             self.cache,
             self.images,
-            self.blocks,
+            self.attention,
             self.upload,
             self._prefill_graphs(),
             spare_slot=options.num_pages * options.page_size,
@@ -131,6 +136,7 @@ class Parts:
             self.state,
             decode_sampler,
             rows,
+            planned=planned,
             slabs=slabs,
             stream=self.lanes.decode_stream,
         )
@@ -147,9 +153,11 @@ class Parts:
 
     def _limits(self) -> RuntimeLimits:
         options, model = self._options, self.model
-        # Without graphs, the host launches too slowly for two lanes.
-        graphs = model.device.type == "cuda" and options.cuda_graphs
-        decode_beside = options.decode_beside and graphs
+        # FlashInfer's prefill and decode share a workspace. Without graphs, the host launches too slowly for two lanes.
+        can_decode_beside = (
+            model.device.type == "cuda" and options.cuda_graphs and self.attention.decode is None
+        )
+        decode_beside = options.decode_beside and can_decode_beside
         return RuntimeLimits(
             num_pages=options.num_pages,
             page_size=options.page_size,
@@ -161,7 +169,18 @@ class Parts:
             refines=options.refiner is not None,
         )
 
-    def _text(self, tensors: dict[str, Tensor]) -> FusedText:
+    def _planned_rows(self) -> FlashInferRows | None:
+        if self.attention.decode is None:
+            return None
+        return FlashInferRows(
+            self.attention.decode,
+            self._config.text,
+            self.limits,
+            self.state.max_pages,
+            spare_page=self._options.num_pages,
+        )
+
+    def _text(self, tensors: dict[str, Tensor], planned: FlashInferRows | None) -> FusedText:
         options, device = self._options, self.model.device
         return FusedText(
             self._config.text,
@@ -170,6 +189,7 @@ class Parts:
                 max_rows=options.max_batch_size,
                 page_size=options.page_size,
                 pdl=device.type == "cuda" and capabilities(device).compute_capability == (9, 0),
+                attention=planned,
                 fp8=options.fp8_gemms in FP8_PREFILL,
                 fp8_decode=options.fp8_gemms in FP8_DECODE,
                 kv_scales=options.kv_scales,
@@ -191,7 +211,8 @@ class Parts:
 
     def _prefill_graphs(self) -> PrefillGraphs | None:
         """Returns the captured passes, if they are used. On a CPU, the same passes run without capture, for tests."""
-        if not self._options.cuda_graphs:
+        captured = self._options.cuda_graphs or self.stream is None
+        if not self.attention.captures or not captured:
             return None
         limits = self.limits
         return PrefillGraphs(
@@ -201,7 +222,7 @@ class Parts:
             block_length=self._config.image_prefix,
             max_rows=limits.max_batch_size,
             spare_slot=limits.num_pages * limits.page_size,
-            blocks=self.blocks,
+            blocks=self.attention.own_blocks,
             stream=self.stream,
             anchor=self._anchor,
             with_room=limits.leaves_room,

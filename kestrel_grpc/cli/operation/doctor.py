@@ -27,7 +27,7 @@ ESSENTIAL = """
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = (
         "Give it the flags, variables and file that 'kestrel-grpc serve' will get. Checks torch, driver and GPU,\n"
-        "Triton (by compiling a small kernel), libvips, and whether the model's files fit into memory.\n"
+        "Triton (by compiling a small kernel), FlashInfer, libvips, and whether the model's files fit into memory.\n"
         "Checks packages, addresses, TLS and tokens, plug-in skills, telemetry, and the\n"
         "store of shared images (it writes, reads and deletes a value). Warns about misspelt variables. It loads no\n"
         "model and calls no hub; 'verify' checks the weights.\n"

@@ -35,6 +35,8 @@ def weightless(golden_folder, tmp_path):
         {"page_size": 7},
         {"kv_cache_pages": 73},
         {"kv_cache_gib": 0.001},
+        {"attention": "triton"},
+        {"attention": "flashinfer"},
         {"max_seq_length": 730},
         {"max_seq_length": 736},
         {"max_seq_length": 4096},
@@ -249,6 +251,7 @@ class TestChoiceOfRuntime:
         assert self.kv_scales(scales=every[1:]) is None and self.kv_scales(scales=()) is None
         assert self.kv_scales(scales=every, dtype=torch.float32) is None, "asked for exactness"
         assert self.kv_scales(scales=every, kernels=False) is None
+        assert self.kv_scales(scales=every, attention="flashinfer") is None
         assert self.kv_scales(scales=every, kv_cache_dtype="model") is None
         self.says(monkeypatch, (8, 6))
         assert self.kv_scales(scales=every) is None
@@ -268,9 +271,12 @@ class TestChoiceOfRuntime:
         assert not devices.uses_kernels(RuntimeConfig(), self.CUDA)
         assert "Triton isn't there: plain torch computes" in caplog.text
 
-    def test_with_triton_kernels_compute(self, monkeypatch):
-        monkeypatch.setattr(gpu_device, "library_version", {"triton": "3.6.0"}.get)
-        assert devices.uses_kernels(RuntimeConfig(), self.CUDA)
+    def test_flashinfer_must_be_there_if_asked_for(self, monkeypatch):
+        there = {"triton": "3.6.0"}
+        monkeypatch.setattr(gpu_device, "library_version", there.get)
+        assert devices.uses_kernels(RuntimeConfig(attention="triton"), self.CUDA)
+        with pytest.raises(ConfigError, match="flashinfer-python"):
+            devices.uses_kernels(RuntimeConfig(attention="flashinfer"), self.CUDA)
 
     def test_an_older_card_is_refused_in_one_line(self, monkeypatch):
         self.says(monkeypatch, (7, 5))
@@ -294,7 +300,7 @@ def test_the_kernels_runtime_gets_weights_pool_and_settings(golden_folder, monke
     config = RuntimeConfig(
         model_path=golden_folder(family),
         device="cpu",
-        cuda_graphs=False,
+        attention="torch",
         fp8_gemms={"md2": "vision", "md3": "prefill"}[family],
         fp8_experts="dequantise",
         max_batch_size=3,
@@ -306,7 +312,7 @@ def test_the_kernels_runtime_gets_weights_pool_and_settings(golden_folder, monke
     assert (limits.num_pages, limits.max_batch_size, limits.max_seq_length) == (90, 3, 900)
     assert built.runtime.vision.fp8 == (family == "md2")
     assert bool(built.runtime.text.fp8_products) == (family == "md3")
-    assert built.runtime.parts.prompts.fixed_hidden is None, "torch computes prompts"
+    assert not built.runtime.parts.attention.captures, "torch computes prompts"
     plain = sum(tensor.numel() for tensor in _tensors_of(golden_folder(family)).values())
     assert built.info.num_parameters == plain, "counted before weights are packed"
     built.runtime.close()
@@ -323,6 +329,7 @@ def test_a_cache_in_fp8_has_twice_the_pages_of_a_half_type(golden_folder, monkey
                 model_path=golden_folder("md3"),
                 device="cpu",
                 dtype="bfloat16",
+                attention="torch",
                 fp8_experts="dequantise",
                 kv_cache_gib=0.02,
                 kv_cache_dtype=kind,

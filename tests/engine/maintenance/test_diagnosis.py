@@ -77,7 +77,7 @@ def play_card(monkeypatch, capability, built_for=("sm_80", "sm_90", "compute_90"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _=None: (79 * GIB, 80 * GIB))
     monkeypatch.setattr(device, "driver_version", lambda: "580.1")
     monkeypatch.setattr(device, "_compile_something", lambda _: None)
-    versions = {"triton": "3.7.1"}
+    versions = {"triton": "3.7.1", "flashinfer": "0.6.18"}
     monkeypatch.setattr(card, "library_version", versions.get)
     return versions
 
@@ -85,10 +85,11 @@ def play_card(monkeypatch, capability, built_for=("sm_80", "sm_90", "compute_90"
 def test_a_card_that_is_all_right(monkeypatch):
     play_card(monkeypatch, (9, 0))
     told = found(device.check_device(RuntimeConfig()))
-    assert [f.status for f in told.values()] == ["ok"] * 4
+    assert [f.status for f in told.values()] == ["ok"] * 5
     assert told["driver"].message == "NVIDIA 580.1"
     assert told["gpu"].message == "cuda:0 is a Card of 80 GiB, compute capability 9.0; FP8"
     assert told["triton"].message == "3.7.1, compiles"
+    assert told["flashinfer"].message == "0.6.18"
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,12 @@ def test_a_card_that_is_not_there(monkeypatch):
 
 def test_libraries_of_the_kernels(monkeypatch):
     versions = play_card(monkeypatch, (8, 0))
+    versions.pop("flashinfer")
     told = found(device.check_device(RuntimeConfig()))
+    assert "flashinfer" not in told
     assert "no FP8" in told["gpu"].message
+    told = found(device.check_device(RuntimeConfig(attention="flashinfer")))
+    assert told["flashinfer"].status == "fail"
 
     def broken(_):
         raise RuntimeError("no compiler\nfor you")

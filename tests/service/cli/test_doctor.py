@@ -70,6 +70,7 @@ def test_addresses_in_use_and_exposed():
     "flag",
     [
         ("--precision", "fp8"),
+        ("--attention", "triton"),
         ("--adapters-dir", "/nonexistent"),
         ("--calibration", "/nonexistent"),
         ("--audit-log", "/nonexistent/file"),

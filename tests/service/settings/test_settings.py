@@ -1,24 +1,21 @@
 """Flags and variables become configurations; what is invalid is named in one line."""
 
+import re
+
 import pytest
 
-from kestrel_engine import ConfigError
 from kestrel_grpc.settings.addresses import parse_address, unix_path, with_port
 from kestrel_grpc.settings.configuration import add_server_flags
 from kestrel_grpc.settings.flags import Parser, SettingsError, size
-from kestrel_grpc.settings.model import add_model_flags, config_error, runtime_configs
+from kestrel_grpc.settings.model import add_model_flags, runtime_configs
 from kestrel_grpc.settings.server import MIB, ServerConfig, server_config
 
 
-def parsed(*flags, **environ):
+def configs(*flags, **environ):
     parser = Parser(prog="test")
     add_model_flags(parser, environ)
     add_server_flags(parser, environ)
-    return parser.parse_args(flags)
-
-
-def configs(*flags, **environ):
-    args = parsed(*flags, **environ)
+    args = parser.parse_args(flags)
     return server_config(args), *runtime_configs(args)
 
 
@@ -79,11 +76,11 @@ def test_flags_reach_their_fields():
         *("--step-timeout", "16", "--drain-delay", "2"),
         *("--listen", "0.0.0.0:1", "--listen", "unix:/a,[::1]:2", "--max-message-bytes", "5M"),
         *("--grace", "1.5", "--access-log", "json", "--log-level", "debug"),
-        *("--random-weights", "--preprocess-threads", "3"),
+        *("--attention", "triton", "--random-weights", "--preprocess-threads", "3"),
     )
     assert (runtime.model, runtime.model_path, runtime.tokenizer_path) == ("moondream2", "w", "t")
     assert (runtime.device, runtime.dtype, runtime.fp8_gemms) == ("cpu", "bfloat16", "vision")
-    assert runtime.random_weights
+    assert (runtime.attention, runtime.random_weights) == ("triton", True)
     assert runtime.preprocess_threads == 3
     assert (runtime.cpu_threads, runtime.seed, runtime.max_batch_size) == (2, 7, 9)
     assert (runtime.max_seq_length, runtime.max_queue, runtime.default_max_tokens) == (900, 11, 12)
@@ -119,7 +116,7 @@ def test_access_log_without_a_format_is_text():
         (["--log-buffer-bytes", "4095"], {}, "--log-buffer-bytes=4095: must be a whole number of bytes of at"),
         (["--grace", "-1"], {}, "--grace=-1.0: must be a finite number of seconds from 0 to 1000000"),
         (["--max-message-bytes", "4GiB"], {}, "--max-message-bytes"),
-        ([], {"KESTREL_CONFINE": "none"}, "KESTREL_CONFINE='none': must be one of auto, "),
+        ([], {"KESTREL_ATTENTION": "none"}, "KESTREL_ATTENTION='none': must be one of auto, fl"),
         ([], {"KESTREL_NO_COMPILE": "maybe"}, "KESTREL_NO_COMPILE='maybe': must be on or off"),
         ([], {"KESTREL_KV_CACHE_GIB": "8G"}, "KESTREL_KV_CACHE_GIB='8G': must be a number"),
         ([], {"KESTREL_MAX_QUEUE": "many"}, "KESTREL_MAX_QUEUE='many': must be a whole number"),
@@ -137,7 +134,7 @@ def test_what_is_invalid_is_named(flags, environ, words):
 @pytest.mark.parametrize(
     "flags",
     [["--max-queue", "x"], ["--grace", "nan"], ["--listen", "x"], ["--max-message-bytes", "64 apples"],
-     ["--nonsense"], ["--confine", "none"], ["--log-level", "loud"]],
+     ["--nonsense"], ["--attention", "none"], ["--log-level", "loud"]],
 )  # fmt: skip
 def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -149,16 +146,16 @@ def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsy
 
 
 @pytest.mark.parametrize(
-    ("flags", "variables", "error", "words"),
+    ("flags", "variables", "words"),
     [
-        (["--precision", "fp8"], {}, ConfigError("fp8_gemms", "all", "no"), "--precision=fp8: sets fp8_gemms to all:"),
-        (["--precision", "int8"], {}, ConfigError("weights", "int8", "no"), "--precision=int8: sets weights to int8:"),
-        ([], {"KESTREL_PRECISION": "fp8"}, ConfigError("fp8_gemms", "all", "no"), "KESTREL_PRECISION=fp8: sets fp8_"),
-        (["--max-queue", "7"], {}, ConfigError("max_queue", 7, "no"), "--max-queue=7: no"),
+        (["--precision", "fp8"], {}, "--precision=fp8: sets kv_cache_dtype to fp8: flashinfer can't"),
+        ([], {"KESTREL_PRECISION": "fp8"}, "KESTREL_PRECISION=fp8: sets kv_cache_dtype to fp8"),
+        (["--model", "kestrel-small,precision=fp8-kv"], {}, "--precision=fp8-kv: sets kv_cache_dtype"),
     ],
 )  # fmt: skip
-def test_an_error_of_the_engine_names_the_setting_that_was_given(flags, variables, error, words):
-    assert str(config_error(error, parsed(*flags, **variables))).startswith(words)
+def test_an_error_names_the_setting_that_was_given(flags, variables, words):
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        configs("--attention", "flashinfer", *flags, **variables)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 The flat batch starts with n blocks of BOS and image. The positions of a block attend to each other in both directions
 and to nothing else. The text of all rows follows; it attends causally to all stored positions. Among it are images
 later in a prompt, whose positions attend to all stored positions up to the last one of the image. Blocks read the
-output of the qkv GEMM, and text reads the KV cache.
+output of the qkv GEMM, and text reads the KV cache. `choose_attention` chooses the library once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....models.kv_format import UNSCALED, Scales, gather
+from ....errors import ConfigError
+from ....models.kv_format import EIGHT_BITS, UNSCALED, Scales, gather
 from .blocks import BlockAttention
+from .flashinfer_paged import FlashInfer, FlashInferText, PlannedText
 
 if TYPE_CHECKING:
     from ..prefill.batch import PrefillBatch, TextPart
@@ -27,13 +29,59 @@ MAX_GATHERED = 16384
 """The most positions whose keys and values the torch path copies at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The library of each kind of attention.
+
+    ``text``: FlashInfer's, for passes that are not captured; None for torch. ``own_blocks``: of images, in captured
+    passes too. ``captures``: passes that fit may run captured, with our own kernel for the text. ``decode``: FlashInfer
+    for decode steps; None for our own kernel.
+    """
+
+    text: FlashInferText | None = None
+    own_blocks: BlockAttention = field(default_factory=BlockAttention)
+    captures: bool = True
+    decode: FlashInfer | None = None
+
+    @property
+    def name(self) -> str:
+        return "torch" if self.text is None else "flashinfer"
+
+
+def choose_attention(
+    name: str, device: torch.device, dtype: torch.dtype, pool: torch.dtype | None = None
+) -> AttentionChoice:
+    """Chooses the library of each kind of attention.
+
+    With a ``name`` of "auto" or "triton", our kernels compute decode and the text of captured passes, and torch the
+    rest; nothing needs nvcc. With "flashinfer", FlashInfer computes all but images, which torch computes, and compiles
+    its kernels at their first use. With "torch", torch computes prompts, and our kernel computes decode. ``pool``: the
+    dtype of the KV cache, if it isn't ``dtype``. FlashInfer does not read an FP8 KV cache. Raises ConfigError for an
+    unknown name, and if FlashInfer is named and not available.
+    """
+    if name not in ("auto", "flashinfer", "triton", "torch"):
+        raise ConfigError("attention", name, "must be auto, flashinfer, triton or torch")
+    if name == "flashinfer" and pool == EIGHT_BITS:
+        raise ConfigError(
+            "attention", name, "can't read a KV cache in FP8; use auto, triton or torch"
+        )
+    if name == "flashinfer":
+        library = FlashInfer(device, dtype)
+        # FlashInfer's fa2 is slower than torch.
+        return AttentionChoice(FlashInferText(library), captures=False, decode=library)
+    return AttentionChoice(
+        own_blocks=BlockAttention.choose(device, dtype, own=name != "torch"),
+        captures=name != "torch",
+    )
+
+
 class PrefillAttention:
     """Attention of one pass, called once for each layer. ``key_pool``, ``value_pool``: [layers, num_slots, H, D].
     ``scales``: the scales of each layer for an FP8 KV cache."""
 
     def __init__(
         self,
-        blocks: BlockAttention,
+        choice: AttentionChoice,
         batch: PrefillBatch,
         key_pool: Tensor,
         value_pool: Tensor,
@@ -43,14 +91,19 @@ class PrefillAttention:
         self._keys, self._values, self._scales = key_pool, value_pool, scales
         self._num_blocks, self._length = len(batch.blocks), batch.block_length
         self._block_tokens = self._num_blocks * self._length
-        self._blocks = blocks
-        self._text: GatheredText | None = None
+        self._own_blocks = choice.own_blocks
+        self._text: PlannedText | None = None
+        num_heads, head_dim = key_pool.shape[-2:]
         if batch.text:
             begin = self._block_tokens
             for part in batch.text:
                 assert part.begin == begin, f"text at {part.begin} instead of {begin}"
                 begin += part.count
-            self._text = GatheredText(batch.text, page_size, key_pool.device)
+            # FlashInfer's plan is for causal attention only.
+            if choice.text is not None and all(part.image is None for part in batch.text):
+                self._text = choice.text.plan(batch.text, num_heads, head_dim, page_size)
+            else:
+                self._text = GatheredText(batch.text, page_size, key_pool.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
         """Writes the attention output to ``out`` [T, H*D] and returns it.
@@ -60,7 +113,7 @@ class PrefillAttention:
         split = self._block_tokens
         if split:
             blocks = self._num_blocks, self._length
-            self._blocks(blocks, q[:split], k[:split], v[:split], out[:split])
+            self._own_blocks(blocks, q[:split], k[:split], v[:split], out[:split])
         if self._text is not None:
             scales = self._scales[layer] if self._scales is not None else UNSCALED
             self._text(q[split:], self._keys[layer], self._values[layer], out[split:], scales)
@@ -86,11 +139,7 @@ class GatheredText:
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scales: Scales = UNSCALED
     ) -> None:
-        """Writes the attention output to ``out`` [n, H*D].
-
-        ``q``: [n, H, D], the text's queries. ``keys``, ``values``: the layer's pools [num_slots, H, D], with
-        ``scales``.
-        """
+        """As `PlannedText`."""
         for group in self._groups:
             group.attend(q, keys, values, out, scales)
 

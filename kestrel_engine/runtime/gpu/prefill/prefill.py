@@ -21,8 +21,7 @@ from ....types.requests import ImageBlock
 from ....types.step import Row
 from ...kv_cache import KvCache
 from ..adapters.pass_slabs import PassAdapters, Places, changing_attention, pass_adapters
-from ..attention.blocks import BlockAttention
-from ..attention.prefill import PrefillAttention
+from ..attention.prefill import AttentionChoice, PrefillAttention
 from ..footprint import PASS_POSITIONS
 from ..state.staging import Uploader
 from ..text.decoder import FusedText
@@ -45,7 +44,7 @@ class Prefill:
         text: FusedText,
         cache: KvCache,
         images: EncodedImages,
-        blocks: BlockAttention,
+        attention: AttentionChoice,
         upload: Uploader,
         graphs: PrefillGraphs | None,
         *,
@@ -53,7 +52,7 @@ class Prefill:
         anchor: Tensor | None = None,
     ) -> None:
         self._config, self._model, self._text, self._cache = config, model, text, cache
-        self._images, self._blocks, self._upload = images, blocks, upload
+        self._images, self._attention, self._upload = images, attention, upload
         self._graphs, self._spare_slot, self._anchor = graphs, spare_slot, anchor
 
     def passes(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -92,7 +91,7 @@ class Prefill:
         self._embed(batch, x, arrays["ids"], arrays)
         keys, values = self._cache.keys, self._cache.values
         attention = PrefillAttention(
-            self._blocks, batch, keys, values, self._cache.page_size, self._cache.scales
+            self._attention, batch, keys, values, self._cache.page_size, self._cache.scales
         )
         places = arrays["positions"], arrays["slots"]
         slabs = self._slabs(batch, adapters) if has_adapters else None

@@ -82,7 +82,7 @@ class DecodePass:
         self._early = options.pdl and weight.is_cuda
         self._max_rows = max_rows = options.max_rows
         dim, heads = config.dim, config.n_heads
-        widest = max(layer.reads.weight.shape[0] for layer in layers)
+        widest = _aligned(max(layer.reads.weight.shape[0] for layer in layers))
         chosen = config.moe.experts_per_token if config.moe else 1
 
         def floats(*shape: int) -> Tensor:
@@ -105,7 +105,7 @@ class DecodePass:
             floats(chosen, ahead, dim),
         )
         self._stream = weight.new_empty(ahead * dim)
-        # The attention of prompts does not add up partial tau content.
+        # FlashInfer's attention does not add up partial tau content.
         self._inline_tau = INLINE_TAU_ROWS if options.attention is None else 0
         inputs = [
             *(linear.weight for each in layers for linear in (each.reads, each.qkv)),
@@ -181,7 +181,8 @@ class DecodePass:
         ):
             turn = number % 2 if ahead else 0
             pool = keys[layer.index], values[layer.index]
-            read = shaped(buffers.read, len(x), layer.reads.weight.shape[0])
+            columns = layer.reads.weight.shape[0]
+            read = shaped(buffers.read, len(x), _aligned(columns))[:, :columns]
             narrow = None if fp8 is None else fp8.layers[layer.index]
             parts = self._block(
                 layer, u, read, rows, pool, shared, adapters, narrow, turn, expert_output
@@ -457,6 +458,11 @@ class DecodePass:
             return torch.mm(x, wide(writes, x.dtype).T)
         out = shaped(self._partial_sums[turn], splits_of(weight), len(x), weight.shape[0])
         return skinny_partials(x, weight, scales=scales, pdl=self._early, out=out)
+
+
+def _aligned(columns: int) -> int:
+    """Columns that begin each row of half precision at a multiple of 16 bytes, as FlashInfer reads queries."""
+    return -(-columns // 8) * 8
 
 
 def _most_ahead(max_rows: int) -> int:

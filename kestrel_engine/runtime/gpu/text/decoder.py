@@ -66,7 +66,8 @@ class FusedText:
         self._early = options.pdl and device.type == "cuda"
         self._cos, self._sin = rotary_angles(config, device)
         self._tau = TauWorkspace.allocate(2 * config.n_heads, device) if config.tau_attn else None
-        self.decode = self._pass(options)
+        # FlashInfer's attention reads keys and queries of one dtype.
+        self.decode = self._pass(options, narrow=options.attention is None)
         """The pass of decode steps."""
 
     @property
@@ -217,8 +218,8 @@ class FusedText:
             )
         )
 
-    def _pass(self, options: TextOptions) -> DecodePass:
-        fp8 = self.fp8_products if options.fp8_decode else ()
+    def _pass(self, options: TextOptions, *, narrow: bool = True) -> DecodePass:
+        fp8 = self.fp8_products if options.fp8_decode and narrow else ()
         angles = self._cos, self._sin
         return DecodePass(self.config, self.layers, self._post_ln, angles, options, fp8)
 

@@ -2,20 +2,16 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
+from kestrel_engine.errors import ConfigError
 from kestrel_engine.models.kv_format import EIGHT_BITS, gather, store
-from kestrel_engine.runtime.gpu.attention import blocks as block_attention
 from kestrel_engine.runtime.gpu.attention import prefill as prefill_attention
-from kestrel_engine.runtime.gpu.attention.blocks import BlockAttention
-from kestrel_engine.runtime.gpu.attention.prefill import PrefillAttention
-from kestrel_engine.runtime.gpu.prefill import graphs as prefill_graphs
+from kestrel_engine.runtime.gpu.attention.flashinfer_paged import FlashInfer, page_indices
+from kestrel_engine.runtime.gpu.attention.prefill import PrefillAttention, choose_attention
 from kestrel_engine.runtime.gpu.prefill.batch import TextPart
-from kestrel_engine.types.step import EncodeSlice, StepPlan
-from tests.engine.runtime.gpu.small_models import gpu_runtime, picture, small_model, torch_runtime
-from tests.engine.runtime.gpu.test_gpu_runtime import SIZES, TEXT, Talk, answers, image
 
 LAYERS, HEADS, SIZE = 2, 3, 8
 DIM = HEADS * SIZE
@@ -85,7 +81,8 @@ class Pass:
         return out.flatten(1)
 
     def attention(self):
-        return PrefillAttention(BlockAttention(), self, self.keys, self.values, self.page_size)
+        choice = choose_attention("torch", CPU, torch.float32)
+        return PrefillAttention(choice, self, self.keys, self.values, self.page_size)
 
 
 def attend(q, k, v):
@@ -138,7 +135,8 @@ def test_text_reads_a_pool_in_eight_bits_and_images_what_was_computed():
             store(eight_bits[layer], torch.arange(pool.shape[1]), pool[layer], scale)
             # From here on they hold what is stored: text is expected to see that.
             pool[layer] = gather(eight_bits[layer], slice(None), scale, torch.float32)
-    attention = PrefillAttention(BlockAttention(), made, *stored, made.page_size, scales)
+    choice = choose_attention("torch", CPU, torch.float32, EIGHT_BITS)
+    attention = PrefillAttention(choice, made, *stored, made.page_size, scales)
     for layer in range(LAYERS):
         out = torch.full((made.qkv.shape[1], DIM), torch.nan)
         attention(layer, *made.heads(layer), out)
@@ -150,36 +148,29 @@ def test_many_positions_come_in_several_calls(monkeypatch):
     check(Pass([(0, 4), (5, 1), (30, 3), (11, 7), (0, 1), (9, 2)], 5))
 
 
-def test_images_are_for_cudnn_in_half_types_where_our_kernel_does_not_fit(monkeypatch):
-    monkeypatch.setattr(block_attention, "works", lambda backend, probe: True)
-    monkeypatch.setattr(block_attention.torch, "zeros", lambda *_, **__: None)
-    cuda = torch.device("cuda")
-    cudnn = BlockAttention(SDPBackend.CUDNN_ATTENTION)
-    assert BlockAttention.choose(cuda, torch.bfloat16) == cudnn
-    assert BlockAttention.choose(cuda, torch.float32) == BlockAttention()
-    assert BlockAttention.choose(CPU, torch.bfloat16) == BlockAttention()
+def test_auto_is_torch_where_there_is_no_gpu():
+    for name in ("auto", "torch", "triton"):
+        assert choose_attention(name, CPU, torch.float32).name == "torch"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["moondream2", "moondream3"])
-def test_the_runtime_answers_as_the_reference_without_captured_prompts(monkeypatch, family):
-    def never(*_, **__):
-        raise AssertionError("a captured pass's kernel")
+def test_flashinfer_by_name_says_what_it_needs():
+    with pytest.raises(ConfigError, match="needs CUDA and bfloat16 or float16"):
+        choose_attention("flashinfer", CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="must be auto"):
+        choose_attention("fastest", CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="can't read a KV cache in FP8"):
+        choose_attention("flashinfer", CPU, torch.bfloat16, torch.float8_e4m3fn)
 
-    monkeypatch.setattr(prefill_graphs, "paged_text", never)
-    config, tensors = small_model(family)
-    single = picture("single", (1, 1), config, seed=2)
-    found = []
-    for each in (
-        torch_runtime(config, tensors, **SIZES),
-        gpu_runtime(config, tensors, cuda_graphs=False, **SIZES),
-    ):
-        each.collect(each.launch(StepPlan(0, encode=(EncodeSlice(single, 0, 2),))))
-        talks = [
-            Talk(0, [*image(config, "single"), 11, 12], [TEXT] * 5),
-            Talk(1, [0, 21, 22, 23, 24], [TEXT] * 3, chunk=3),
-            Talk(2, [0, *range(30, 46)], [TEXT] * 3),
-        ]
-        found.append({n: [t.id for t in tokens] for n, tokens in answers(each, talks).items()})
-        each.close()
-    assert found[0] == found[1]
+
+def test_flashinfer_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match="install flashinfer-python"):
+        FlashInfer(torch.device("cuda", 0), torch.bfloat16)
+
+
+def test_page_indices():
+    made = page_indices([(7, 3, 9), (4,), (8, 2)], [11, 10, 20], 10)
+    assert made.pages.tolist() == [7, 3, 4, 8, 2]  # The first needs no third page yet.
+    assert made.bounds.tolist() == [0, 2, 3, 5]
+    assert made.last.tolist() == [1, 10, 10]
+    assert {x.dtype for x in (made.pages, made.bounds, made.last)} == {np.dtype(np.int32)}
