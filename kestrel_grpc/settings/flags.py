@@ -76,7 +76,7 @@ def settings_error(
     from kestrel_engine import settings_of
 
     field, value, limit = error.field.rpartition(".")[2], error.value, error.limit
-    if field in ("fp8_gemms", "kv_cache_dtype"):  # --precision gave the value.
+    if field in ("fp8_gemms", "kv_cache_dtype", "weights"):  # --precision gave the value.
         limit = f"sets {field} to {value}: {limit}"
         field, value = "precision", precision or args.precision
     flags = [made[field].flag for config in configs if field in (made := settings_of(config))]

@@ -4,18 +4,23 @@ import re
 
 import pytest
 
+from kestrel_engine import ConfigError
 from kestrel_grpc.settings.addresses import parse_address, unix_path, with_port
 from kestrel_grpc.settings.configuration import add_server_flags
 from kestrel_grpc.settings.flags import Parser, SettingsError, size
-from kestrel_grpc.settings.model import add_model_flags, runtime_configs
+from kestrel_grpc.settings.model import add_model_flags, config_error, runtime_configs
 from kestrel_grpc.settings.server import MIB, ServerConfig, server_config
 
 
-def configs(*flags, **environ):
+def parsed(*flags, **environ):
     parser = Parser(prog="test")
     add_model_flags(parser, environ)
     add_server_flags(parser, environ)
-    args = parser.parse_args(flags)
+    return parser.parse_args(flags)
+
+
+def configs(*flags, **environ):
+    args = parsed(*flags, **environ)
     return server_config(args), *runtime_configs(args)
 
 
@@ -156,6 +161,11 @@ def test_a_flag_that_cannot_be_read_ends_with_one_line_and_status_2(flags, capsy
 def test_an_error_names_the_setting_that_was_given(flags, variables, words):
     with pytest.raises(SettingsError, match=re.escape(words)):
         configs("--attention", "flashinfer", *flags, **variables)
+
+
+def test_an_error_of_the_engine_about_weights_names_the_precision():
+    error = config_error(ConfigError("weights", "int8", "no"), parsed("--precision", "int8"))
+    assert str(error) == "--precision=int8: sets weights to int8: no"
 
 
 @pytest.mark.parametrize(
