@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -86,9 +88,25 @@ def compiled(code: Code) -> Callable[..., None]:
     structure = ctypes.c_int64 * (len(code.arguments) + 1)
 
     def run(*arguments: int, _owner: Any = engine) -> None:
-        function(structure(*arguments, torch.get_num_threads()))
+        function(structure(*arguments, _threads()))
 
     return run
+
+
+_team = threading.local()
+"""``process``: the id of the process in which this thread has first had others compute with it."""
+
+
+def _threads() -> int:
+    """The number of threads for a function: torch's, or 1 in a fork of a process in which this thread has had others.
+    OpenMP's library would wait for them there, and a fork does not have them."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return 1
+    process = os.getpid()
+    if not hasattr(_team, "process"):
+        _team.process = process
+    return threads if _team.process == process else 1
 
 
 @cache
