@@ -45,7 +45,7 @@ def _nothing() -> int:
 def _torch_runtime(
     plan: Plan, tensors: dict[str, torch.Tensor], refiner: Refiner | None
 ) -> tuple[Runtime, float]:
-    from ..models.compiled import large_pages
+    from ..models.compiled import decode_attention, large_pages
     from ..models.moondream import Moondream
     from ..models.weight_only import pack_for_cpu
     from ..runtime.torch_runtime import TorchRuntime
@@ -68,6 +68,8 @@ def _torch_runtime(
         kv_scales=plan.kv_scales,
         refiner=refiner,
     )
+    assert runtime.cache is not None
+    decode_attention.compile_for(runtime.cache.keys)
     return runtime, 0.0
 
 

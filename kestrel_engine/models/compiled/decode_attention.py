@@ -26,16 +26,25 @@ _BLOCK = 32
 """Positions that all rows go through before the next ones: the keys and values of a block stay in the caches."""
 _AHEAD = 8
 """Positions between what is computed and what begins to be read."""
+_SMALL = 1024
+"""Bytes of a position's keys up to which torch attends in float32: so few are not worth the compiler's 0.2 s."""
 
 
 def available(pool: Tensor) -> bool:
     """Whether `DecodeAttention` takes ``pool`` [layers, num_slots, heads, head_dim]."""
+    is_narrow = pool.dtype in (torch.bfloat16, torch.float16)
     return (
         pool.device.type == "cpu"
-        and pool.dtype in (torch.bfloat16, torch.float16)
+        and (is_narrow or (pool.dtype == torch.float32 and pool[0, 0].nbytes > _SMALL))
         and pool.shape[-1] % LANES == 0
         and few_rows.available()
     )
+
+
+def compile_for(pool: Tensor) -> None:
+    """Compiles what `DecodeAttention` needs for ``pool``, if it takes it, so that no later call waits for that."""
+    if available(pool):
+        _compiled(pool.dtype, pool.shape[-1])
 
 
 class DecodeAttention:
@@ -68,14 +77,14 @@ class DecodeAttention:
         scores = torch.empty(rows, heads, longest + MORE, dtype=torch.float32)
         out = torch.zeros(q.shape, dtype=torch.float32)
         pointers = (q, keys, values, self.slots, self.lengths, scores, out)
-        run = _compiled(q.dtype == torch.bfloat16, size)
+        run = _compiled(q.dtype, size)
         run(*(tensor.data_ptr() for tensor in pointers), rows, heads, longest)
         return out.to(q.dtype)
 
 
 @cache
-def _compiled(bfloat: bool, size: int) -> Callable[..., None]:
-    return host_code.compiled(Code(bfloat, size))
+def _compiled(dtype: torch.dtype, size: int) -> Callable[..., None]:
+    return host_code.compiled(Code(dtype, size))
 
 
 class Code(host_code.Code):
@@ -86,10 +95,11 @@ class Code(host_code.Code):
         *("rows", "heads", "longest"),
     )
 
-    def __init__(self, bfloat: bool, size: int, module: Any = None) -> None:
-        super().__init__(f"attention_{bfloat}_{size}", module)
-        self._bfloat, self._size_of_head = bfloat, size
-        self._in_pairs = bfloat and size % (2 * LANES) == 0
+    def __init__(self, dtype: torch.dtype, size: int, module: Any = None) -> None:
+        super().__init__(f"attention_{dtype}_{size}", module)
+        self._dtype, self._size_of_head = dtype, size
+        self._number = self._float if dtype == torch.float32 else self._half
+        self._in_pairs = dtype == torch.bfloat16 and size % (2 * LANES) == 0
 
     def function(self) -> Any:
         """Adds a function to the module that one thread calls, for the heads from the second argument to the third
@@ -234,9 +244,9 @@ class Code(host_code.Code):
         return self._b.sub(self._line_of(self._b.add(line, self._long(1))), self._long(1))
 
     def _fetch_head(self, name: str, line: Any) -> None:
-        for i in range(0, self._size_of_head, 32):
+        for i in range(0, self._size_of_head, 64 // self._dtype.itemsize):
             number = self._b.add(self._b.mul(line, self._long(self._size_of_head)), self._long(i))
-            self._fetch(name, number, self._half)
+            self._fetch(name, number, self._number)
 
     def _head(self, name: str, line: Any) -> list[Any]:
         """The numbers of a head, as floats: ``_in_pairs`` those with even places of 32, then those with odd ones."""
@@ -249,8 +259,10 @@ class Code(host_code.Code):
                 found += [self._low_halves(pairs), self._high_halves(pairs)]
             return found
         for i in range(0, self._size_of_head, LANES):
-            x = self._load(name, b.add(begin, long(i)), self._vector(self._half))
-            if self._bfloat:
+            x = self._load(name, b.add(begin, long(i)), self._vector(self._number))
+            if self._dtype == torch.float32:
+                found.append(x)
+            elif self._dtype == torch.bfloat16:
                 found.append(self._low_halves(b.zext(x, self._words)))
             else:
                 x = b.bitcast(x, self._vector(self._ir.HalfType()))

@@ -185,7 +185,7 @@ class _Code(host_code.Code):
         features = host_code.features()
         product = few_rows.Code(shape.form, shape.rows, shape.group, True, features, self._module)
         self._prepare_rows, self._multiply = product.functions()
-        self._attend = decode_attention.Code(True, shape.head, self._module).function()
+        self._attend = decode_attention.Code(torch.bfloat16, shape.head, self._module).function()
 
     def _share(self) -> None:
         b, long, dim, inner = self._b, self._long, self._shape.dim, self._shape.inner
