@@ -10,6 +10,7 @@ import ctypes
 import math
 import os
 import platform
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ LANES = 16
 """Numbers of 32 bits in a vector."""
 LINE = 8
 """Numbers of 64 bits in a line of a cache."""
+_ARCH_PRCTL, _TILE_DATA = 158, (0x1023, 18)
+"""The system call, and its request for the registers of tiles: ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA."""
 _SPINS = 1000
 """The looks of a waiting thread, some 30 microseconds, before it offers its core to others between the looks."""
 
@@ -46,6 +49,14 @@ def features() -> Mapping[str, bool]:
     from llvmlite import binding
 
     return dict(binding.get_host_cpu_features())
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this process may multiply tiles of bytes (AMX), for which Linux must be asked."""
+    if not features().get("amx-int8") or not features().get("amx-tile"):
+        return False
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(_ARCH_PRCTL, *_TILE_DATA) == 0
 
 
 @cache

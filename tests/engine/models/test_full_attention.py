@@ -13,6 +13,23 @@ compiled = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def features(monkeypatch):
+    """Those of a processor without AMX. Tests may change them."""
+    found = dict(host_code.features()) if few_rows.available() else {}
+    found.pop("amx-bf16", None)
+    monkeypatch.setattr(host_code, "features", lambda: found)
+    return found
+
+
+@compiled
+@torch.inference_mode()
+def test_a_processor_with_products_of_tiles_uses_torchs(features):
+    assert full_attention._takes(*inputs(70, 90, 2, 64))
+    features["amx-bf16"] = True
+    assert not full_attention._takes(*inputs(70, 90, 2, 64))
+
+
 def inputs(queries, keys, heads, size):
     """Queries, keys and values as slices of one product, as in the tower."""
     fused = torch.randn(2, max(queries, keys), 3, heads, size).mul_(2).bfloat16()

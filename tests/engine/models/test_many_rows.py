@@ -86,12 +86,35 @@ def test_weights_in_4_bits_are_rounded_to_int8(monkeypatch):
 
 
 @pytest.mark.skipif(
+    not (few_rows.available() and host_code.has_tiles()), reason="needs a processor with AMX"
+)
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [FEW_ROWS + 1, 64])
+@pytest.mark.parametrize(
+    ("form", "n", "k"),
+    [("int8", 48, 112), ("int8", 208, 4304), ("int8 in blocks", 64, 2048), ("int4", 64, 2048)],
+)
+def test_tiles_have_the_sums_of_vectors(form, n, k, rows, monkeypatch):
+    monkeypatch.setattr(few_rows, "SMALL", 0)
+    x, weight, scales, bias = case(rows, n, k)
+    if form == "int4":
+        weight, scales = round_to_groups(torch.randn(n, k))
+    if form != "int8":
+        weight, scales = packed(weight, scales)
+    found = many_rows.product(x, weight, scales, bias)
+    monkeypatch.setattr(host_code, "has_tiles", lambda: False)
+    assert torch.equal(found, many_rows.product(x, weight, scales, bias))
+
+
+@pytest.mark.skipif(
     not (few_rows.available() and host_code.features().get("avx512bf16")),
     reason="needs a processor with products in bfloat16, and llvmlite",
 )
 @torch.inference_mode()
 @pytest.mark.parametrize(("n", "k"), [(48, 112), (208, 70)])
-def test_products_in_bfloat16_have_sums_in_float32(n, k):
+def test_products_in_bfloat16_have_sums_in_float32(n, k, monkeypatch):
+    features = dict(host_code.features()) | {"amx-bf16": False}
+    monkeypatch.setattr(host_code, "features", lambda: features)
     x, weight, scales, bias = case(FEW_ROWS + 5, n, k)
     weight = widened(weight, scales, torch.bfloat16)
     assert many_rows.takes(x, weight)
@@ -152,9 +175,9 @@ def test_other_processors_and_dtypes_keep_the_widened_product(monkeypatch):
     assert (total == 127 * 128 * many_rows.MOST_COLUMNS).all()
     wider = longest.new_empty(16, many_rows.MOST_COLUMNS + 16)
     assert not many_rows.takes(wider.bfloat16(), wider)
-    amx = dict(host_code.features()) | {"amx-int8": True, "amx-bf16": True}
-    monkeypatch.setattr(host_code, "features", lambda: amx)
-    assert not many_rows.takes(x, weight) and not many_rows.takes(x, weight.bfloat16())
+    features = {"avx512vnni": True, "avx512bf16": True, "amx-bf16": True}
+    monkeypatch.setattr(host_code, "features", lambda: features)
+    assert not many_rows.takes(x, weight.bfloat16()), "torch's uses AMX"
     monkeypatch.setattr(host_code, "features", dict)
     assert not many_rows.takes(x, weight)
     wanted = F.linear(x.float(), widened(weight, scales, torch.float32), bias.float())
