@@ -159,10 +159,12 @@ class _Own:
         begin, self.size = self.size, self.size + -(-size // 64) * 64
         return begin
 
-    def _rows(self, shape: Shape, k: int) -> tuple[int, int, int]:
-        """What a product reads of rows of ``k`` numbers: these, and the steps and the sums of groups."""
-        groups = 4 * shape.rows * (k // shape.group + 1)
-        return self._take(2 * shape.rows * k), self._take(groups), self._take(groups)
+    def _rows(self, shape: Shape, k: int) -> tuple[int, int, int, int]:
+        """What a product reads of rows of ``k`` numbers: these, the same by columns, and the steps and the sums of
+        groups."""
+        numbers, groups = 2 * shape.rows * k, 4 * shape.rows * (k // shape.group + 1)
+        first = self._take(numbers), self._take(numbers)
+        return *first, self._take(groups), self._take(groups)
 
 
 @cache
@@ -182,8 +184,11 @@ class _Code(host_code.Code):
     def __init__(self, shape: Shape) -> None:
         super().__init__("decode_step")
         self._shape, self._own = shape, _Own(shape)
-        features = host_code.features()
-        product = few_rows.Code(shape.form, shape.rows, shape.group, True, features, self._module)
+        self._tiles = few_rows.multiplies_tiles(shape.form)
+        product = few_rows.Code(
+            shape.form, shape.rows, shape.group, True, self._tiles, self._module
+        )
+        self._tile_columns = product.tile_columns
         self._prepare_rows, self._multiply = product.functions()
         self._attend = decode_attention.Code(torch.bfloat16, shape.head, self._module).function()
 
@@ -193,6 +198,8 @@ class _Code(host_code.Code):
         own = b.mul(self._of_team("thread_num"), long(self._own.size))
         self._begin_own = own = b.add(self._size("own"), own)
         x, out, hidden = (self._size(name) for name in ("x", "out", "hidden"))
+        if self._tiles:
+            self._begin_tiles(self._tile_columns)
         with self._loop(long(0), self._size("num_blocks"), 1) as block:
             self._of_block = b.mul(block, long(len(_OF_BLOCK)))
             normal = b.add(own, long(self._own.normal))
@@ -213,6 +220,8 @@ class _Code(host_code.Code):
                 for linear in (proj, fc2):
                     b.call(self._multiply, [linear, first, b.add(first, long(_SECOND_PART))])
             self._meet()
+        if self._tiles:
+            self._end_tiles()
 
     def _multiply_first(self, block: Any, qkv: Any, fc1: Any) -> None:
         b, long, shape = self._b, self._long, self._shape
@@ -234,10 +243,12 @@ class _Code(host_code.Code):
         """The arguments of a product with ``rows`` of ``k`` floats. See `few_rows.Code`."""
         # proj and fc2 are prepared together.
         place = self._own.wide if name == "fc2" else self._own.narrow
-        numbers, steps, sums = (self._b.add(self._begin_own, self._long(at)) for at in place)
+        numbers, turned, steps, sums = (
+            self._b.add(self._begin_own, self._long(at)) for at in place
+        )
         weight = {part: self._number_of_block(f"{name}_{part}") for part in _PARTS}
-        x = numbers if self._shape.form == "bf16" else rows
-        given = {"x": x, "rounded": numbers, "steps": steps, "sums": sums, "y": y}
+        x, rounded = (numbers, turned) if self._shape.form == "bf16" else (rows, numbers)
+        given = {"x": x, "rounded": rounded, "steps": steps, "sums": sums, "y": y}
         sizes = {"n": self._long(n), "k": self._long(k), "adds": self._long(int(adds))}
         return self._structure(few_rows.Code.arguments, weight | given | sizes)
 
@@ -264,6 +275,8 @@ class _Code(host_code.Code):
         with self._loop(long(0), long(self._shape.rows * k), LANES) as at:
             numbers = b.load(self._place(rows, at, self._float), typ=self._floats, align=4)
             b.store(self._to_bfloat(numbers), self._place(x, at, self._half), align=2)
+        if self._tiles:
+            b.call(self._prepare_rows, [linear])
 
     def _normalise(self, normal: Any) -> None:
         """LayerNorm of all rows."""

@@ -8,6 +8,9 @@ a row of ``x`` is rounded to int8 in groups along K, each with its own scale, as
 group are whole numbers, so a row's result does not depend on the other rows. Such weights are in blocks of 16 rows: 4
 bytes of each row, then the next 4 bytes of each. So memory is read in its order, a vector has the same columns of 16
 rows, and the sums of a group are scaled together.
+
+A processor with AMX multiplies tiles of bfloat16: 16 rows of W with all rows of x. So 8 rows take little longer than
+one.
 """
 
 from __future__ import annotations
@@ -108,9 +111,10 @@ def product(
             some = torch.cat([some, some.new_zeros(compiled_rows - len(some), k)])
         out = y[first : first + MOST_ROWS]
         into = out if len(out) == compiled_rows else y.new_empty(compiled_rows, n)
-        rounded = x.new_empty(compiled_rows, k, dtype=torch.int8)
+        rounded = x.new_empty(compiled_rows, k, dtype=x.dtype if form == "bf16" else torch.int8)
         steps = y.new_empty(2, compiled_rows, k // group + 1)
-        _compiled(form, compiled_rows, group, bias is not None)(
+        tiles = multiplies_tiles(form) and n % LANES == 0
+        _compiled(form, compiled_rows, group, bias is not None, tiles)(
             weight.data_ptr(),
             0 if scales is None else scales.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -126,6 +130,11 @@ def product(
         if into is not out:
             out.copy_(into[: len(out)])
     return y
+
+
+def multiplies_tiles(form: Form) -> bool:
+    """Whether products with whole blocks of 16 rows of W use tiles (AMX)."""
+    return form == "bf16" and host_code.has_tiles("bf16")
 
 
 @cache
@@ -145,8 +154,8 @@ def available() -> bool:
 
 
 @cache
-def _compiled(form: Form, rows: int, group: int, biased: bool) -> Callable[..., None]:
-    return host_code.compiled(Code(form, rows, group, biased, host_code.features()))
+def _compiled(form: Form, rows: int, group: int, biased: bool, tiles: bool) -> Callable[..., None]:
+    return host_code.compiled(Code(form, rows, group, biased, tiles))
 
 
 def _int8_width(features: Mapping[str, bool]) -> int:
@@ -155,7 +164,9 @@ def _int8_width(features: Mapping[str, bool]) -> int:
 
 
 class Code(host_code.Code):
-    """Each thread computes its rows of W."""
+    """Each thread computes its rows of W. ``rounded``: ``x`` in int8; with ``tiles``, pairs of its numbers, first the
+    first ones of all rows.
+    """
 
     arguments = (
         *("weight", "scales", "bias", "x", "rounded", "steps", "sums", "y"),  # pointers
@@ -168,14 +179,15 @@ class Code(host_code.Code):
         rows: int,
         group: int,
         biased: bool,
-        features: Mapping[str, bool],
+        tiles: bool,
         module: Any = None,
     ) -> None:
         super().__init__(f"{form}_{rows}_{group}", module)
         self._form, self._rows, self._group, self._biased = form, rows, group, biased
+        self._tiles, features = tiles, host_code.features()
         # Fewer registers hold the sums of one row of W only.
         several = _AT_ONCE if rows > 1 and features.get("avx512f") else 1
-        self._at_once = several if form == "bf16" else LANES
+        self._at_once = several if form == "bf16" and not tiles else LANES
         self._ahead = _AHEAD if rows <= 2 else 2 * _AHEAD
         self._has_bf16 = bool(features.get("avx512bf16"))
         self._has_int8 = _int8_width(features)
@@ -191,19 +203,71 @@ class Code(host_code.Code):
         self._b.ret_void()
         return prepare, multiply
 
+    @property
+    def tile_columns(self) -> Mapping[int, int]:
+        """Tile 0 has 16 rows of W, tile 1 pairs of numbers of x, and tile 2 the sums."""
+        return {1: self._rows, 2: self._rows}
+
     def _prepare(self) -> None:
         if self._form != "bf16":
             self._round()
+        elif self._tiles:
+            self._turn_pairs()
 
     def _share(self) -> None:
         b, at_once = self._b, self._long(self._at_once)
         first, end = self._part(b.sdiv(self._size("n"), at_once))
+        if self._tiles:
+            self._begin_tiles(self.tile_columns)
         self._multiply(b.mul(first, at_once), b.mul(end, at_once))
+        if self._tiles:
+            self._end_tiles()
 
     def _multiply(self, first: Any, end: Any) -> None:
         """A part of ``y``: a row of W after the other, because that is how memory is read fastest."""
+        multiply = self._bf16_rows if self._form == "bf16" else self._whole_rows
+        if self._tiles:
+            multiply = self._bf16_tiles
         with self._loop(first, end, self._at_once) as row:
-            self._bf16_rows(row) if self._form == "bf16" else self._whole_rows(row)
+            multiply(row)
+
+    def _turn_pairs(self) -> None:
+        b, long = self._b, self._long
+        words = b.sdiv(self._size("k"), long(2))
+        with self._loop(long(0), words, 1) as word:
+            at = b.mul(word, long(self._rows))
+            for r in range(self._rows):
+                pair = self._load("x", b.add(b.mul(words, long(r)), word), self._word)
+                b.store(pair, self._at("rounded", b.add(at, long(r)), self._word))
+
+    def _bf16_tiles(self, row: Any) -> None:
+        """16 rows of W, whose 32 columns are multiplied together."""
+        b, long, k = self._b, self._long, self._size("k")
+        with b.goto_entry_block():
+            sums = b.alloca(self._word, LANES * self._rows)
+            sums.align = 64
+        self._clear_tile(2)
+        line, short = b.mul(k, long(2)), long(4 * self._rows)
+        with self._loop(long(0), k, 2 * LANES) as at:
+            for i in range(LANES):
+                self._fetch("weight", b.add(b.mul(b.add(row, long(LANES + i)), k), at), self._half)
+            self._move_tile(
+                "load", 0, self._at("weight", b.add(b.mul(row, k), at), self._half), line
+            )
+            pairs = b.mul(b.sdiv(at, long(2)), long(self._rows))
+            self._move_tile("load", 1, self._at("rounded", pairs, self._word), short)
+            self._multiply_tile("tdpbf16ps", 2, 0, 1)
+        self._move_tile("store", 2, sums, short)
+        with self._loop(long(0), long(LANES), 1) as i:
+            column = b.add(row, i)
+            bias = self._bfloat_at("bias", column) if self._biased else None
+            for r in range(self._rows):
+                place = self._at("y", b.add(b.mul(long(r), self._size("n")), column), self._float)
+                before = b.select(self._adds(), b.load(place, typ=self._float), self._float(0.0))
+                at = b.add(b.mul(i, long(self._rows)), long(r))
+                y = b.load(b.gep(sums, [at], source_etype=self._float), typ=self._float)
+                y = y if bias is None else b.fadd(y, bias)
+                b.store(b.fadd(before, y), place)
 
     def _whole_rows(self, row: Any) -> None:
         """The products of a block of W."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -51,12 +51,17 @@ def features() -> Mapping[str, bool]:
     return dict(binding.get_host_cpu_features())
 
 
+def has_tiles(kind: Literal["int8", "bf16"]) -> bool:
+    """Whether this process may multiply tiles of such numbers (AMX)."""
+    return bool(features().get("amx-tile") and features().get(f"amx-{kind}")) and _permits_tiles()
+
+
 @cache
-def has_tiles() -> bool:
-    """Whether this process may multiply tiles of bytes (AMX), for which Linux must be asked."""
-    if not features().get("amx-int8") or not features().get("amx-tile"):
+def _permits_tiles() -> bool:
+    """Linux must be asked."""
+    if sys.platform != "linux":
         return False
-    return sys.platform == "linux" and ctypes.CDLL(None).syscall(_ARCH_PRCTL, *_TILE_DATA) == 0
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, *_TILE_DATA) == 0)
 
 
 @cache
@@ -262,6 +267,36 @@ class Code:
         fetch = self._known("llvm.prefetch.p0", self._none, self._pointer, *[self._word] * 3)
         hints = (self._word(number) for number in (0, 2, 1))
         self._b.call(fetch, [self._at(name, index, kind), *hints])
+
+    def _begin_tiles(self, columns: Mapping[int, int]) -> None:
+        """Sets up eight tiles of 16 rows. ``columns``: the words of a row, of the tiles that have not 16."""
+        b, long = self._b, self._long
+        sizes = [4 * columns.get(tile, LANES) for tile in range(8)]
+        of_lines = [n for size in sizes for n in (size, 0)]
+        numbers = bytes([1, *[0] * 15, *of_lines, *[0] * 16, *[LANES] * 8, *[0] * 8])
+        with b.goto_entry_block():
+            shape = b.alloca(long, 8)
+        for i in range(8):
+            eight = long(int.from_bytes(numbers[8 * i : 8 * i + 8], "little"))
+            b.store(eight, b.gep(shape, [long(i)], source_etype=long))
+        b.call(self._known("llvm.x86.ldtilecfg", self._none, self._pointer), [shape])
+
+    def _end_tiles(self) -> None:
+        self._b.call(self._known("llvm.x86.tilerelease", self._none), [])
+
+    def _clear_tile(self, tile: int) -> None:
+        zero = self._known("llvm.x86.tilezero", self._none, self._byte)
+        self._b.call(zero, [self._byte(tile)])
+
+    def _move_tile(self, name: Literal["load", "store"], tile: int, place: Any, line: Any) -> None:
+        """``line``: the bytes from a row to the next one in memory."""
+        kinds = self._byte, self._pointer, self._long
+        move = self._known(f"llvm.x86.tile{name}d64", self._none, *kinds)
+        self._b.call(move, [self._byte(tile), place, line])
+
+    def _multiply_tile(self, name: str, total: int, rows: int, columns: int) -> None:
+        dot = self._known(f"llvm.x86.{name}", self._none, *[self._byte] * 3)
+        self._b.call(dot, [self._byte(tile) for tile in (total, rows, columns)])
 
     def _vector(self, kind: Any, count: int = LANES) -> Any:
         return self._ir.VectorType(kind, count)

@@ -94,7 +94,7 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
     pointers = [tensors[name].data_ptr() for name in _Code.tensors]
     stride = words + _BETWEEN // 4 if is_int else words
     groups = scales.shape[1] if form == "int4" else 1
-    tiles = is_int and host_code.has_tiles()
+    tiles = is_int and host_code.has_tiles("int8")
     _compiled(form, tiles)(*pointers, rows, n, words, stride, k // groups)
     return y
 
@@ -174,7 +174,10 @@ class _Code(host_code.Code):
         words = b.and_(b.add(self._size("words"), long(LANES - 1)), long(-LANES))
         own = b.mul(self._of_team("thread_num"), b.mul(words, long(_PANEL)))
         if self._tiles:
-            self._begin_tiles()
+            self._begin_tiles({})
+            with b.goto_entry_block():
+                self._sums = b.alloca(self._words, LANES * _BLOCKS)
+                self._sums.align = 64
         with self._claims(long(2), b.sdiv(b.add(last, long(_BLOCKS)), long(_BLOCKS))) as panel:
             # What is beyond the end is computed as the last block or row again.
             blocks = [
@@ -192,7 +195,7 @@ class _Code(host_code.Code):
                     some = [self._least(b.add(first, long(r)), end) for r in range(_ROWS)]
                     self._finish(some, blocks, self._multiply(some, own))
         if self._tiles:
-            b.call(self._known("llvm.x86.tilerelease", self._none), [])
+            self._end_tiles()
 
     def _least(self, x: Any, y: Any) -> Any:
         return self._b.select(self._b.icmp_signed("<", x, y), x, y)
@@ -255,43 +258,26 @@ class _Code(host_code.Code):
                     b.store(b.call(dot, [b.load(total, typ=sums), vector, x]), total)
         return [[b.load(total, typ=sums) for total in of_row] for of_row in totals]
 
-    def _begin_tiles(self) -> None:
-        """Sets up eight tiles of 16 rows of 64 bytes."""
-        b, ir = self._b, self._ir
-        kind = ir.ArrayType(self._byte, 64)
-        shape = ir.GlobalVariable(self._module, kind, "shape_of_tiles")
-        sizes = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[LANES] * 8, *[0] * 8]
-        shape.initializer, shape.global_constant = ir.Constant(kind, sizes), True
-        b.call(self._known("llvm.x86.ldtilecfg", self._none, self._pointer), [shape])
-        with b.goto_entry_block():
-            self._sums = b.alloca(self._words, LANES * _BLOCKS)
-            self._sums.align = 64
-
     def _multiply_tiles(self, first: Any, blocks: list[Any], own: Any) -> None:
         """The products of 16 rows from ``first`` on with the blocks that begin at ``own``. Tile 0 has the rows, tiles 1
         to 3 have blocks in turn, and tiles 4 to 7 the sums of the blocks."""
         b, long = self._b, self._long
-        tile, none = self._byte, self._none
-        moves = none, tile, self._pointer, long
-        load, store = (self._known(f"llvm.x86.tile{name}d64", *moves) for name in ("load", "store"))
-        zero = self._known("llvm.x86.tilezero", none, tile)
-        dot = self._known("llvm.x86.tdpbsud", none, *[tile] * 3)
         of_sums = range(_BLOCKS, 2 * _BLOCKS)
-        for of_block in of_sums:
-            b.call(zero, [tile(of_block)])
+        for tile in of_sums:
+            self._clear_tile(tile)
         stride, line = b.mul(self._size("stride"), long(4)), long(4 * _PANEL)
         begin = b.mul(first, self._size("stride"))
         with self._loop(long(0), self._size("words"), LANES) as word:
             place = self._at("numbers", b.add(begin, word), self._word)
-            b.call(load, [tile(0), place, stride])
+            self._move_tile("load", 0, place, stride)
             at = b.add(own, b.mul(word, long(_PANEL)))
-            for i, of_block in enumerate(of_sums):
-                which = tile(1 + i % 3)
-                b.call(load, [which, self._at("own", b.add(at, long(i * LANES)), self._word), line])
-                b.call(dot, [tile(of_block), tile(0), which])
-        for i, of_block in enumerate(of_sums):
+            for i, tile in enumerate(of_sums):
+                place = self._at("own", b.add(at, long(i * LANES)), self._word)
+                self._move_tile("load", 1 + i % 3, place, line)
+                self._multiply_tile("tdpbsud", tile, 0, 1 + i % 3)
+        for i, tile in enumerate(of_sums):
             place = b.gep(self._sums, [long(i * LANES)], source_etype=self._word)
-            b.call(store, [tile(of_block), place, line])
+            self._move_tile("store", tile, place, line)
         left = self._least(b.sub(self._size("rows"), first), long(LANES))
         with self._loop(long(0), left, 1) as r:
             row = b.add(first, r)
