@@ -44,12 +44,22 @@ class Device(FakeRuntime):
         """Of the steps that are out, in the order of their launch."""
         self._failing: dict[int, Exception] = {}
         self._free_at = 0.0
+        self.is_awaited_for_ever = False
+        """Whether a step that hangs was read. Nothing would happen after that in one thread, so no turn may do it."""
         self._num_steps = 0
 
     @property
     def first_done_at(self) -> float:
-        """When the first step that is out ends; 0 if none is out."""
+        """When the first step that is out ends; 0 if none is out.
+
+        Never if a step that is out hangs: a turn of the step loop may read several steps, and would wait for that one.
+        """
+        if self._free_at == math.inf and self._done_at:
+            return math.inf
         return next(iter(self._done_at.values()), 0.0)
+
+    def is_done(self, handle: StepPlan) -> bool:
+        return self._done_at[handle.step_id] <= clock.now()
 
     def launch(self, plan: StepPlan) -> StepPlan:
         rng, rates = self._rng, self._rates
@@ -81,7 +91,11 @@ class Device(FakeRuntime):
         return handle
 
     def collect(self, handle: StepPlan) -> StepResult:
-        clock.sleep(max(0.0, self._done_at.pop(handle.step_id) - clock.now()))
+        done_at = self._done_at.pop(handle.step_id)
+        if done_at == math.inf:
+            self.is_awaited_for_ever = True
+            raise RuntimeError("scripted: the step hangs")
+        clock.sleep(max(0.0, done_at - clock.now()))
         self.fail_next = self._failing.pop(handle.step_id, None)
         return super().collect(handle)
 

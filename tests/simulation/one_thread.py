@@ -20,6 +20,9 @@ _LATE, _LATEST_S = 0.1, 0.02
 _MOST_ROUNDS = 20_000
 """Rounds of the event loop in one instant."""
 
+_MOST_CANCELS = 10
+"""A task may begin another one, or wait for one, when it is cancelled."""
+
 
 class Turns:
     """Takes the place of a thread: ``turn`` is called while it returns True, at instants that ``next_at`` gives.
@@ -97,6 +100,19 @@ class OneThread(asyncio.SelectorEventLoop):
     def close(self) -> None:
         self._selector = self._files
         super().close()
+
+    def end_tasks(self) -> None:
+        """Ends what is left of a world that broke, so that nothing of it runs later. Takes no more turns."""
+        self.turns.clear()
+        self._rounds = 0
+        for _ in range(_MOST_CANCELS):
+            tasks = asyncio.all_tasks(self)
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            self.run_until_complete(asyncio.wait(tasks, timeout=1))
+        raise AssertionError(f"cancelled, and they go on: {asyncio.all_tasks(self)}")
 
     def between_rounds(self, timeout: float | None) -> None:
         """``timeout``: seconds until the next timer, 0 if a callback is ready, None if there is neither."""

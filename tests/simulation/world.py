@@ -71,6 +71,7 @@ class TurnedEngine(InferenceEngine):
 
         def step() -> bool:
             goes_on = steps.turn()
+            assert not self._device.is_awaited_for_ever, "a turn waits for a step that hangs"
             self._world.stepped()
             return goes_on
 
@@ -323,7 +324,10 @@ def one_thread(
         ):
             loop = runner.get_loop()
             assert isinstance(loop, OneThread)
-            yield runner, loop
+            try:
+                yield runner, loop
+            finally:
+                loop.end_tasks()
     finally:
         logging.disable(logging.NOTSET)
 
