@@ -72,7 +72,7 @@ def _fill(message: Any, values: dict[str, Any], path: FieldPath) -> None:
                 inner.SetInParent()
                 _fill(inner, item, at)
             elif _is_data(field):
-                setattr(message, field.name, _bytes(item, at))
+                setattr(message, field.name, _bytes(field, item, at))
         if not (_is_plain(field) or _is_data(field)):
             left[key] = value
     try:
@@ -81,10 +81,12 @@ def _fill(message: Any, values: dict[str, Any], path: FieldPath) -> None:
         raise _fault(left, type(message), path) from None
 
 
-def _bytes(text: str, path: FieldPath) -> bytes:
+def _bytes(field: FieldDescriptor, text: str, path: FieldPath) -> bytes:
     try:
         return decoded_image(text)
     except ValueError as error:
+        if field.name != "encoded":  # Only an image may come as a data URL.
+            raise _wrong(field, path, text) from None
         raise InvalidRequest(path, str(error)) from None
 
 
@@ -136,7 +138,7 @@ def _fault(values: dict[str, Any], kind: Any, path: FieldPath) -> InvalidRequest
         return InvalidRequest(path, "can't be read as a whole")
     field, value = _names(kind.DESCRIPTOR)[key], values[key]
     place = (*path, field.name)
-    if not isinstance(value, list) or not field.is_repeated:
+    if not isinstance(value, list) or not field.is_repeated or _is_map(field):
         return _wrong(field, place, value)
     # At the cost of two readings of the list.
     start, end = 0, len(value)

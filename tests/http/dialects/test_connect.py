@@ -8,13 +8,17 @@ from typing import Any
 from urllib.parse import quote
 
 import orjson
+import pytest
 from google.protobuf import json_format
 from google.rpc import error_details_pb2
 
 from kestrel_client._pb.kestrel.v1 import image_service_pb2, model_service_pb2
 from kestrel_client._pb.kestrel.v1 import vision_service_pb2 as pb
+from kestrel_client._pb.kestrel.v1.admin_service_pb2 import LoadModelRequest
+from kestrel_engine import InvalidRequest
 from kestrel_grpc.edge.messages.incoming import MAX_RATIO
 from kestrel_grpc.http.dialects.connect import _Envelopes
+from kestrel_grpc.http.dialects.proto_json import parse_json
 from kestrel_grpc.security.identity.principal import Scope
 from kestrel_grpc.security.identity.tokens import line_of
 from kestrel_grpc.settings.security import SecurityConfig
@@ -91,6 +95,11 @@ WRONG = [
     ({"images": [{}, 3]}, "images[1]", "must be an object, got 3"),
     ({"images": [{"encoded": "!"}]}, "images[0].encoded", "is not valid base64"),
     ({"images": [{"encoded": 1}]}, "images[0].encoded", "must be text in base64, got 1"),
+    (
+        {"images": [{"features": {"data": "!"}}]},
+        "images[0].features.data",
+        'must be text in base64, got "!"',
+    ),
     ({"images": [{"encoded": "", "image_id": ""}]}, "images[0]", "only one of encoded, image_id"),
     ({"query": {"maxTokens": 1, "max_tokens": 1}}, "query", "only one of maxTokens, max_tokens"),
     ({"query": {"max_tokens": 2**31}}, "query.max_tokens", "number of 32 bits, got 2147483648"),
@@ -122,6 +131,12 @@ async def test_a_wrong_field_is_named_as_it_was_written(http):
             base64.b64decode(details["google.rpc.ErrorInfo"]["value"] + "==")
         )
         assert info.metadata["field"] == path and response.headers["x-request-id"]
+
+
+def test_a_map_that_is_a_list_is_refused():
+    for wrong in ([], [{"precision": "int8"}]):
+        with pytest.raises(InvalidRequest, match=r"^settings: must be an object, got a list$"):
+            parse_json(orjson.dumps({"settings": wrong}), LoadModelRequest())
 
 
 def nested(depth: int) -> bytes:
