@@ -113,9 +113,9 @@ class ModelChanges:
         self._task.add_done_callback(partial(_put_end, events))
         return _reported(events)
 
-    async def unload(self, name: str, grace_s: float) -> None:
+    def unload(self, name: str, grace_s: float) -> Awaitable[None]:
         """Ends a model: refuses its new requests, gives running ones ``grace_s`` seconds, and frees its memory. Goes
-        on if the caller leaves. Raises ModelNotFoundError, ModelUnavailable."""
+        on if the caller leaves. Raises ModelNotFoundError and ModelUnavailable at once."""
         model = self._served.model(name)
         if model is self._served.default:
             raise ModelUnavailable(f"{name} is the default model; make another one the default")
@@ -129,7 +129,7 @@ class ModelChanges:
         del model
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
-        await asyncio.shield(ending)
+        return asyncio.shield(ending)
 
     def make_default(self, name: str) -> str:
         """Returns the previous default. Raises ModelNotFoundError, ModelUnavailable."""

@@ -166,8 +166,9 @@ class AdminService(AdminServiceServicer):
         name = checked_model_name(request.model)
         grace_ms = in_range(request, "grace_ms", 0, _MOST_GRACE_MS, round(1e3 * self._grace_s))
         before = {"models": self._served.names}
+        ended = self._models.unload(name, grace_ms / 1e3)
         _changed(before, unloading=name)  # It goes on if the caller leaves.
-        await self._models.unload(name, grace_ms / 1e3)
+        await ended
         _changed(before, models=self._served.names)
         return pb.UnloadModelResponse()
 
@@ -260,4 +261,4 @@ def _changed(before: dict[str, Any], **after: Any) -> None:
     call.change = before, after
     who, action = call.owner or "an administrator", call.method.rpartition("/")[2]
     asked = text_format.MessageToString(call.message, as_one_line=True)[:200]
-    logger.info("%s: %s %s -> %s", who, action, asked, after)
+    logger.info("%s: %s -> %s", who, f"{action} {asked}".rstrip(), after)

@@ -244,7 +244,10 @@ async def test_administration_covers_all_models() -> None:
 
 
 @pytest.mark.usefixtures("unfreed")
-async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> None:
+async def test_models_are_loaded_swapped_and_unloaded_while_others_serve(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "kestrel_grpc.services.admin")
     async with Two(security=CONFIG["security"]) as two:
         admin = two.admin
         two.held.clear()
@@ -268,6 +271,7 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         for refused in (admin.unload_model("tmp"), admin.set_default_model("tmp")):
             with pytest.raises(FailedPreconditionError, match=r"tmp is (being loaded|not ready)"):
                 await refused
+        assert "UnloadModel" not in caplog.text, "nothing was changed"
         two.held.set()
         rest = [event async for event in loading]
         loaded = await loading.result()
@@ -286,6 +290,7 @@ async def test_models_are_loaded_swapped_and_unloaded_while_others_serve() -> No
         assert await two.answer("first", metadata=METADATA) == "aaa"
 
         await admin.unload_model("first")
+        assert 'UnloadModel model: "first" -> ' in caplog.text
         assert two.server.served.names == ("tmp", "second")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await two.answer("first", metadata=METADATA)
