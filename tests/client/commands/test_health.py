@@ -123,6 +123,23 @@ def test_through_which_proxy_grpc_calls(monkeypatch, server, variables, found):
     assert ("the proxy of" in told) == (found is not None) and (found or "") in told
 
 
+@pytest.mark.parametrize(
+    ("server", "cause", "hint"),
+    [
+        ("a.test:1", "errors resolving proxy.example:1: not found", "the proxy of http_proxy"),
+        ("a.test:1", "errors resolving a.test:1: not found", "check --server"),
+        # no_proxy excepts its network.
+        ("10.0.0.1:1", "ipv4:10.0.0.1:1: Connection refused", "no server answers there"),
+    ],
+)
+def test_where_a_call_failed_that_may_have_gone_to_a_proxy(monkeypatch, server, cause, hint):
+    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy.example:1")
+    monkeypatch.setenv("no_proxy", "10.0.0.0/8")
+    assert hint in failure_text(UnavailableError(grpc.StatusCode.UNAVAILABLE, cause), server, None)
+
+
 def test_a_server_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setattr(health, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

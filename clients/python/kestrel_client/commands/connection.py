@@ -326,7 +326,8 @@ def _unreached(message: str, server: str) -> str:
     cause = message.rpartition("last error: ")[2]
     sign = next((sign for sign in _CAUSES if sign in cause.lower()), "")
     hint = _CAUSES.get(sign, "no server answers there; is 'kestrel-grpc serve' running?")
-    if sign in ("", "socket closed") and (variable := _proxy_variable(server)) is not None:
+    is_proxys = sign in ("", "socket closed", "resolving") and _host(server) not in cause
+    if is_proxys and (variable := _proxy_variable(server)) is not None:
         hint = f"the call went to the proxy of {variable}; to call the server directly, add its host to no_proxy"
     return f"{hint} ({cause})"
 
@@ -336,7 +337,10 @@ def _proxy_variable(server: str) -> str | None:
     if not server or is_local(server):
         return None
     excepted = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""
-    host = with_port(server).rpartition("/")[2].rpartition(":")[0].strip("[]")
-    if any(host.endswith(each.strip()) for each in excepted.split(",") if each.strip()):
+    if any(_host(server).endswith(each.strip()) for each in excepted.split(",") if each.strip()):
         return None
     return next((name for name in _PROXIES if os.environ.get(name)), None)
+
+
+def _host(server: str) -> str:
+    return with_port(server).rpartition("/")[2].rpartition(":")[0].strip("[]")
