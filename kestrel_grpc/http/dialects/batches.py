@@ -211,11 +211,11 @@ def _uploaded(scope: Scope, body: bytes | bytearray) -> tuple[str, bytes]:
         raise InvalidRequest("", "the header content-type must have a boundary")
     between = b"\r\n--" + boundary.encode()
     found: dict[str, tuple[str, bytes]] = {}
-    for part in (b"\r\n" + body).split(between, _MOST_PARTS + 2)[1:]:
+    for index, part in enumerate((b"\r\n" + body).split(between, _MOST_PARTS + 2)[1:]):
         if part.startswith(b"--"):
             break
         head, _, content = part.partition(b"\r\n\r\n")
-        if len(found) == _MOST_PARTS or len(head) > 4096:
+        if index == _MOST_PARTS or len(head) > 4096:
             raise InvalidRequest("", f"the form has more than {_MOST_PARTS} parts, or a long head")
         for line in head.split(b"\r\n"):
             key, _, value = line.partition(b":")
