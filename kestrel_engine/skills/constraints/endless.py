@@ -6,7 +6,7 @@ All schemas that hold for a value are read together: one may require a property 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -204,11 +204,12 @@ class _Values:
             if not is_named and all(each is False for each in matched.values()):
                 yield from _member(f"{place}/{_REST}", schema.get(_REST))
 
-    def _of_array(self, members: Iterable[_Member]) -> Iterator[list[_Part]]:
+    def _of_array(self, members: Collection[_Member]) -> Iterator[list[_Part]]:
         counts = [each.schema.get("minItems") for each in members]
         least = max((each for each in counts if isinstance(each, int)), default=0)
         longest = max((len(_first_items(each.schema)[1]) for each in members), default=0)
         for index in range(longest + 1):
+            self._count(len(members))
             found = list[_Member]()
             for each in members:
                 key, first = _first_items(each.schema)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kestrel_engine.skills.constraints import endless
 from kestrel_engine.skills.constraints.endless import endless_place
 
 ROOT = {"$ref": "#"}
@@ -105,3 +106,20 @@ def test_many_choices(count):
         "required": ["a"],
     }
     assert endless_place(endless) == "/properties/a/$ref" or count == 400
+
+
+def test_items_of_many_values_count_as_steps(monkeypatch):
+    """Each of 100 values has 1000 items."""
+    read = []
+    member = endless._member
+    monkeypatch.setattr(endless, "_member", lambda *each: read.append(each) or member(*each))
+    values = {
+        f"v{i}": {
+            "$ref": "#/$defs/items",
+            "properties": {"next": {"$ref": f"#/$defs/v{(i + 1) % 100}"}},
+        }
+        for i in range(100)
+    }
+    items = {"prefixItems": [{}] * 1000}
+    assert endless_place({"$ref": "#/$defs/v0", "$defs": {**values, "items": items}}) is None
+    assert len(read) < 60_000
