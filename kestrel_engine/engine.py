@@ -444,11 +444,14 @@ def _budget(config: RuntimeConfig, sizes: Sizes, built: Built) -> StepBudget:
         )
     crops, positions = slice_sizes(sizes, config.itl_target_ms)
     crops = config.step_crops or crops
-    # While nothing decodes, a step holds as much as without slices.
+    positions = config.step_prefill_positions or positions
+    # While nothing decodes, a step holds as much as without slices, for which there is memory (building/room.py).
+    most = min(sizes.step_crops / crops, sizes.step_prefill_positions / positions)
     return StepBudget(
-        prefill_positions=config.step_prefill_positions or positions,
+        prefill_positions=positions,
         crops=crops,
-        idle_scale=math.ceil(IDLE_SCALE * sizes.step_crops / crops),
+        idle_scale=math.floor(IDLE_SCALE * most),
+        pause=config.step_pause or 0.0,
         slices=True,
     )
 

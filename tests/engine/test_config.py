@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kestrel_engine import ConfigError, RuntimeConfig
+from kestrel_engine import ConfigError, RuntimeConfig, engine
 from kestrel_engine.building.runtimes import decode_beside_of
 from kestrel_engine.checkpoint.open import open_model
 from kestrel_engine.config import ModelPaths, sizes
+from kestrel_engine.scheduler.budget import IDLE_SCALE
+from kestrel_engine.types.step import RuntimeLimits
+from tests.engine.fakes import fake_build
+from tests.fake_runtime import FakeRuntime
 
 
 def test_the_device_settles_what_was_left_open(monkeypatch):
@@ -154,3 +158,28 @@ def test_slices_fall_with_the_target_and_with_small_steps():
     assert sizes.slice_sizes(usual, 13.5) == (9, 2304)
     assert sizes.slice_sizes(usual, 0.0) == (8, 2048)
     assert sizes.slice_sizes(replace(usual, step_crops=3), 15.0) == (3, 768)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"itl_target_ms": 5}, {"step_crops": 20}, {"step_prefill_positions": 8000}]
+)
+def test_no_step_with_slices_is_larger_than_one_without(given):
+    """Memory is reserved for the latter."""
+    budget, own = slices_of(given)
+    assert budget.slices and budget.idle_scale >= IDLE_SCALE
+    assert budget.idle_scale * budget.crops <= IDLE_SCALE * own.step_crops
+    assert budget.idle_scale * budget.prefill_positions <= IDLE_SCALE * own.step_prefill_positions
+
+
+def test_slices_pause_only_if_that_is_set():
+    assert slices_of({})[0].pause == 0
+    assert slices_of({"step_pause": 2.5})[0].pause == 2.5
+
+
+def slices_of(given):
+    config = RuntimeConfig(decode_beside="slices", **given)
+    own = config.sizes(cuda=True)
+    limits = RuntimeLimits(
+        num_pages=9, page_size=1, max_batch_size=1, max_seq_length=9, vocab_size=400
+    )
+    return engine._budget(config, own, fake_build(config, FakeRuntime(limits))), own
