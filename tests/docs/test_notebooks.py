@@ -54,7 +54,7 @@ def test_a_notebook_shows_small_images_and_no_error(path: Path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_gives_what_it_shows(path: Path, tmp_path: Path):
     python = python_with(tmp_path, "nbclient>=0.10 ipykernel>=6")
-    with own_server(["--model", "kestrel-small"]) as (address, _):
+    with own_server(["--model", "kestrel-small", "--precision", "float32"]) as (address, _):
         printed(
             *(python, ROOT / "tests/docs/run_notebook.py", path, tmp_path / "ran.ipynb"),
             KESTREL_SERVER=address,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.engine.runtime.gpu.small_models import MOE, RAW
+from tests.tiny import TINY
 
 pytest.importorskip("triton")
 
@@ -40,6 +41,7 @@ def compiled(model: Path, folder: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "kestrel_grpc", "compile", "--arch", "sm_90", "--adapters"]
     command += ["--random-weights", "--max-batch-size", "1", "--step-crops", "1"]
+    command += ["--tokenizer", str(TINY / "tokenizer.json")]
     done = subprocess.run(
         [*command, "--model", str(model), "--out", str(folder)],
         capture_output=True,

@@ -13,6 +13,7 @@ from kestrel_engine.compiling.cards import CARDS
 from kestrel_engine.runtime.gpu.device import Capabilities
 from kestrel_engine.types.model_config import parse_model_config
 from tests.engine.runtime.gpu.small_models import RAW
+from tests.tiny import TINY
 
 pytest.importorskip("triton")
 
@@ -30,6 +31,7 @@ def config(tmp_path: Path) -> RuntimeConfig:
     (model / "config.json").write_text(json.dumps(SHAPE))
     return RuntimeConfig(
         model=str(model),
+        tokenizer_path=str(TINY / "tokenizer.json"),
         random_weights=True,
         device="cuda",
         dtype="bfloat16",
