@@ -27,7 +27,7 @@ VERSION = PROJECT["version"]
 
 def run(*command, **options):
     done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=280, **options
+        [str(word) for word in command], capture_output=True, text=True, timeout=800, **options
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

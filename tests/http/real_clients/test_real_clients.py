@@ -242,7 +242,7 @@ def test_lm_evaluation_harness(endpoint: str, tmp_path: Path):
         env={**os.environ, **offline, "OPENAI_API_KEY": KEY},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
