@@ -93,9 +93,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker("slow")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(
-                pytest.mark.timeout(900)
-            )  # Installing packages took 300 s on busy cores.
+            # Installing packages took 300 s on busy cores.
+            item.add_marker(pytest.mark.timeout(900))
 
     def rank(item: pytest.Item) -> int:
         place = item.nodeid.removeprefix("tests/")
